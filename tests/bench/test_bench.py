@@ -1,4 +1,4 @@
-"""The benchmark's parts: prompts, turns, verdicts and sums."""
+"""The benchmark's parts: files of prompts, the order of runs, differences, and summaries."""
 
 import json
 
@@ -16,26 +16,37 @@ from dflash_mlx.policy.draft_policy import DraftPolicy
 
 PROMPT = [5, 40, 80, 13]
 METHODS = ["plain", "DFlash", "mlx-lm"]
-ASKED = BenchPrompt("sums", ({"role": "user", "content": "what is 37 + 48?"},), "85")
+SUM_PROMPT = BenchPrompt("sums", ({"role": "user", "content": "what is 37 + 48?"},), "85")
 
 
 def result(tokens: list[int], seconds: float = 1.0, text: str = "") -> Result:
+    """A result of two steps, of which the first accepted no draft."""
     stats = Stats(output_tokens=len(tokens), rounds=2, decode_seconds=seconds)
     stats.accepted_per_round = [0, len(tokens) - 3]
     return Result(text, tokens=tokens, finish_reason="length", stats=stats)
 
 
-def compared(plain: list[Result], drafted: list[Result]) -> Comparison:
-    """A comparison whose runs are made up."""
+def comparison_of(plain: list[Result], drafted: list[Result]) -> Comparison:
+    """A comparison with given results, without running anything."""
     return Comparison(tinymodels.target(), None, PROMPT, runs={"plain": plain, "drafted": drafted})
 
 
-WRONG = [[], {}, {"prompt": ""}, {"prompt": 3}, {"prompt": "a", "messages": []}, {"messages": []}]
-WRONG += [{"messages": [{"role": "user"}]}, {"messages": ["hi"]}]
-WRONG += [{"prompt": "a", "category": 1}, {"prompt": "a", "answer": 1}]
+INVALID_ROWS = [
+    [],
+    {},
+    {"prompt": ""},
+    {"prompt": 3},
+    {"prompt": "a", "messages": []},
+    {"messages": []},
+    {"messages": [{"role": "user"}]},
+    {"messages": ["hi"]},
+    {"prompt": "a", "category": 1},
+    {"prompt": "a", "answer": 1},
+]
 
 
-def test_prompts_of_a_file(tmp_path):
+def test_a_file_of_prompts_is_read(tmp_path):
+    """Empty lines are skipped, and a line separator in a text does not end a line."""
     chat = [{"role": "user", "content": "a\u2028b"}]
     rows = [{"prompt": "hi"}, {"messages": chat, "category": "chat", "answer": "yo"}]
     file = tmp_path / "prompts.jsonl"
@@ -47,8 +58,8 @@ def test_prompts_of_a_file(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("line", ["{", *map(json.dumps, WRONG)])
-def test_a_bad_line_is_named(line, tmp_path):
+@pytest.mark.parametrize("line", ["{", *map(json.dumps, INVALID_ROWS)])
+def test_the_error_for_an_invalid_line_names_file_and_line(line, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line)
     with pytest.raises(DataError, match="^[^\n]*prompts.jsonl, line 2: [^\n]*$"):
@@ -56,7 +67,7 @@ def test_a_bad_line_is_named(line, tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"\n\n"])
-def test_a_bad_file_is_named(content, tmp_path):
+def test_the_error_for_a_missing_empty_or_binary_file_names_it(content, tmp_path):
     file = tmp_path / "prompts.jsonl"
     if content is not None:
         file.write_bytes(content)
@@ -65,7 +76,7 @@ def test_a_bad_file_is_named(content, tmp_path):
 
 
 @pytest.mark.parametrize("p", [0, 0.5, 1])
-def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
+def test_a_comparison_runs_plain_drafted_and_mlx_lms_decoding(p):
     target = tinymodels.target()
     answer = tinymodels.greedy(target, PROMPT, 24)
     comparison = Comparison(
@@ -85,26 +96,28 @@ def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
         assert all(0 < run.stats.first_token_seconds for run in runs)
 
 
-def test_turns_change_their_order(monkeypatch):
+def test_the_order_of_methods_is_reversed_in_every_second_repeat(monkeypatch):
     order = []
     monkeypatch.setattr(Comparison, "_run", lambda self, method: order.append(method))
     comparison = Comparison(tinymodels.target(), None, PROMPT)
     for _ in range(3):
         comparison.run("plain", "drafted")
     assert order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
-    order.clear(), comparison.runs.clear()
+    order.clear()
+    comparison.runs.clear()
     for comparison.trees in (None, {"tree_budget": 8}):
         comparison.run_all()
-    there = ["plain", "drafted", "mlx-lm"]
-    back = ["mlx-lm", "DDTree", "drafted", "plain"]
-    assert order == there + back
+    first_repeat = ["plain", "drafted", "mlx-lm"]
+    second_repeat = ["mlx-lm", "DDTree", "drafted", "plain"]  # with trees as well
+    assert order == first_repeat + second_repeat
 
 
-def test_a_difference_has_its_place_and_its_gap():
+def test_a_difference_has_its_position_tokens_and_logit_gap():
+    """One run has another token than the plain run, and one ends earlier."""
     target = tinymodels.target()
     answer = tinymodels.greedy(target, PROMPT, 6)
     wrong = [*answer[:4], (answer[4] + 1) % target.vocab_size, answer[5]]
-    comparison = compared([result(answer)], [result(answer), result(wrong)])
+    comparison = comparison_of([result(answer)], [result(answer), result(wrong)])
     comparison.runs["mlx-lm"] = [result(answer[:3])]
     differences = comparison.differences()
     logits = next_logits(target, [*PROMPT, *answer[:4]])
@@ -120,61 +133,65 @@ def test_a_difference_has_its_place_and_its_gap():
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 12])
-def test_mlx_lm_runs_as_far_as_asked(max_tokens):
+def test_mlx_lms_decoding_gives_max_tokens_tokens(max_tokens):
     target = tinymodels.target()
     run = run_mlx_lm(target, PROMPT, {"max_tokens": max_tokens})
     assert run.tokens == tinymodels.greedy(target, PROMPT, max_tokens)
 
 
-def test_measure_prompts():
-    more = BenchPrompt("sums", ASKED.messages, then=("and 1 more?",))
+def test_every_turn_of_every_prompt_is_measured_with_every_method():
+    two_turns = BenchPrompt("sums", SUM_PROMPT.messages, then=("and 1 more?",))
     pair = tinymodels.target(), tinymodels.random_drafter()
     drafting = {"block_size": 4}
     single, first, second = measure_all(
-        *pair, [ASKED, more], 2, {"max_tokens": 10}, drafting=drafting
+        *pair, [SUM_PROMPT, two_turns], 2, {"max_tokens": 10}, drafting=drafting
     )
     assert {name: len(runs) for name, runs in single.runs.items()} == dict.fromkeys(METHODS, 2)
     assert single.differences == dict.fromkeys(METHODS)
-    said = [message["content"] for message in second.prompt.messages]
-    assert said == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
+    contents = [message["content"] for message in second.prompt.messages]
+    assert contents == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
 
 
 @pytest.mark.parametrize("method", ["drafting", "trees"])
-def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(method):
-    """Else the median is of turns that were drafted by a policy which has seen the answer."""
-    knew = []
+def test_repeats_of_a_prompt_start_with_the_policy_as_it_was_before_the_prompt(method):
+    """Otherwise later repeats would be drafted by a policy that has already seen the answer."""
+    estimates = []  # what the policy knows at the start of each run
 
-    class Watched(DraftPolicy):
+    class RecordingPolicy(DraftPolicy):
         def estimates_at(self, temperature):
-            knew.append(sum(super().estimates_at(0.0).path_probs))
+            estimates.append(sum(super().estimates_at(0.0).path_probs))
             return super().estimates_at(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
-    policy = Watched(8, trees=method == "trees")
-    unknown = sum(DraftPolicy(8).estimates_at(0.0).path_probs)
-    list(measure_all(*pair, [ASKED, ASKED], 2, {"max_tokens": 16}, **{method: {"policy": policy}}))
-    _warm_up, *first = knew[:3]
-    assert first == [unknown] * 2
-    assert knew[3] < unknown and knew[3:] == [knew[3]] * 2  # the first prompt has taught it, once
+    policy = RecordingPolicy(8, trees=method == "trees")
+    drafting = {method: {"policy": policy}}
+    list(measure_all(*pair, [SUM_PROMPT, SUM_PROMPT], 2, {"max_tokens": 16}, **drafting))
+    initial = sum(DraftPolicy(8).estimates_at(0.0).path_probs)
+    _warm_up, *first_prompt = estimates[:3]
+    second_prompt = estimates[3:]
+    assert first_prompt == [initial, initial]
+    assert second_prompt == [second_prompt[0]] * 2
+    assert second_prompt[0] < initial, "the policy has learned nothing from the first prompt"
 
 
-def test_sampled_runs_are_plain_decodings_own():
+def test_sampled_runs_are_compared_with_plain_decoding_only():
+    """mlx-lm samples with another generator, so its text differs."""
     settings = {"max_tokens": 10, "temperature": 1.0, "seed": 3}
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [measured] = measure_all(*pair, [ASKED], 1, settings, trees={"tree_budget": 8})
+    [measured] = measure_all(*pair, [SUM_PROMPT], 1, settings, trees={"tree_budget": 8})
     assert measured.differences == {"plain": None, "DFlash": None, "DDTree": None}
     assert max(measured.runs["DDTree"][0].stats.widths) == 8
-    again = generate(pair[0], None, list(ASKED.messages), **settings)
-    assert measured.runs["DFlash"][0].tokens == again.tokens
+    plain = generate(pair[0], None, list(SUM_PROMPT.messages), **settings)
+    assert measured.runs["DFlash"][0].tokens == plain.tokens
     assert measured.runs["mlx-lm"][0].tokens != tinymodels.greedy(pair[0], PROMPT, 10)
 
 
-def test_no_prompt_is_refused_when_half_of_the_work_is_done():
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_measured():
     long = BenchPrompt("sums", ({"role": "user", "content": "x" * 100_000},), source="a.jsonl, 7")
     measured = measure_all(
         tinymodels.target(),
         drafter=None,
-        prompts=[ASKED, long],
+        prompts=[SUM_PROMPT, long],
         repeats=1,
         settings={"max_tokens": 4},
     )
@@ -188,14 +205,14 @@ def measured_as(prompt, drafted: Result, **differences) -> PromptRuns:
     return PromptRuns(prompt, runs, dict.fromkeys(runs) | differences)
 
 
-def test_rows_sum_up_their_prompts():
+def test_categories_and_the_overall_row_summarize_their_prompts():
     right = result([1] * 6, 1.0, " 85\n")
     wrong = result([1] * 5 + [2], 1.0, "86")
-    place = Difference(5, plain=1, other=2, logit_gap=0.25)
+    difference = Difference(5, plain=1, other=2, logit_gap=0.25)
     measured = [
-        measured_as(ASKED, right),
-        measured_as(BenchPrompt("tales", ASKED.messages), right),
-        measured_as(ASKED, wrong, DFlash=place),
+        measured_as(SUM_PROMPT, right),
+        measured_as(BenchPrompt("tales", SUM_PROMPT.messages), right),
+        measured_as(SUM_PROMPT, wrong, DFlash=difference),
     ]
     content = run_content({}, measured)
     sums, tales = content["categories"]
@@ -203,11 +220,19 @@ def test_rows_sum_up_their_prompts():
     assert sums["methods"]["DFlash"]["identical"] == 1
     assert (sums["exact"], sums["with_answer"]) == (1, 2)
     assert (tales["exact"], tales["with_answer"]) == (None, 0)
-    whole = content["overall"]
-    drafted = whole["methods"]["DFlash"]
+    overall = content["overall"]
+    drafted = overall["methods"]["DFlash"]
     assert drafted["acceptance_length"] == 2.5 and drafted["accepted"] == {0: 3, 3: 3}
     assert drafted["speedup"] == dict.fromkeys(("low", "median", "high"), 3.0)
-    assert whole["output_tokens"] == 18 and drafted["identical"] == 2
-    [difference] = content["differences"]
-    asked = {"category": "sums", "prompt": "what is 37 + 48?", "method": "DFlash"}
-    assert difference == asked | {"token": 5, "plain": 1, "other": 2, "logit_gap": 0.25}
+    assert overall["output_tokens"] == 18 and drafted["identical"] == 2
+    assert content["differences"] == [
+        {
+            "category": "sums",
+            "prompt": "what is 37 + 48?",
+            "method": "DFlash",
+            "token": 5,
+            "plain": 1,
+            "other": 2,
+            "logit_gap": 0.25,
+        }
+    ]

@@ -1,4 +1,4 @@
-"""The suites of the hub, read from files with their real columns, and fetched from a loopback."""
+"""The suites of the hub, downloaded from a loopback server or read from a folder."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from dflash_mlx.errors import DataError, DownloadError, MissingDependencyError, 
 from dflash_mlx.loading.hub import Hub
 
 PROBLEM = {"problem": "Find {x}.", "answer": "3", "solution": "..."}
-ROWS = {  # with the columns that the data sets' pages list: one row, or two that differ
+ROWS = {  # rows with the real columns of the data sets: one, or two that differ
     "gsm8k": {"question": "How many?", "answer": "...#### 3"},
     "math500": PROBLEM | {"subject": "Algebra", "level": 2, "unique_id": "a/1"},
     "humaneval": {"task_id": "0", "prompt": "def f():\n", "canonical_solution": "", "test": ""},
@@ -38,7 +38,7 @@ ROWS = {  # with the columns that the data sets' pages list: one row, or two tha
     "longbench": {"input": "Who?", "context": "A long text.", "answers": ["he"], "length": 9},
 }
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-FIRST = {  # what the user says first
+FIRST_MESSAGES = {  # the first message of the first row's prompt
     "gsm8k": "How many?" + BOXED,
     **dict.fromkeys(("math500", "aime24", "aime25"), "Find {x}." + BOXED),
     "humaneval": "Write a solution to the following problem and make sure that it passes the "
@@ -59,7 +59,7 @@ FIRST = {  # what the user says first
 
 
 def write(name: str, file: Path, rows: list[dict]) -> None:
-    """A suite's file in its own format."""
+    """Write a suite's file in the format that its suffix says."""
     file.parent.mkdir(parents=True)
     lines = "\n".join(map(json.dumps, rows))
     if file.suffix == ".parquet":
@@ -74,52 +74,53 @@ def write(name: str, file: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def local(tmp_path):
-    """A hub on the loopback, and ours to download into."""
+    """A hub server on the loopback, and a hub client with an empty cache."""
     server = HubServer()
     with server.running():
         yield server, Hub(endpoint=server.url, cache=tmp_path / "cache")
 
 
 def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
+    """Let the server have a suite: `rows` in its first file, one other row in each further file."""
     suite = SUITES[name]
     write(name, folder / suite.files[0], rows)
     for number, file in enumerate(suite.files[1:]):
-        changed = [rows[0] | {"number": number}]  # the hub keeps files of the same content once
+        changed = [rows[0] | {"number": number}]  # files of equal content would be fetched once
         write(name, folder / f"more{number}" / file, changed)
         (folder / f"more{number}" / file).rename(folder / file)
     server.repositories[suite.repository] = folder
 
 
-@pytest.mark.parametrize("name", SUITES)  # each has rows here
-def test_a_suite_is_downloaded_once_and_asked(name, local, tmp_path):
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_is_downloaded_once_and_gives_its_prompts(name, local, tmp_path):
     server, hub = local
     rows = ROWS[name] if isinstance(ROWS[name], list) else [ROWS[name]] * 2
     serve(server, name=name, folder=tmp_path / "repository", rows=rows)
     prompts = suite_prompts(name, hub)
     assert {prompt.category for prompt in prompts} == {name}
-    files = SUITES[name].files  # a row in each but the first
+    files = SUITES[name].files
     first = prompts[0].question
-    if name == "longbench":  # its tasks take turns
-        turns = [prompt.question.rpartition(" ")[2] for prompt in prompts]
-        assert turns == [*LONG_TASKS, *LONG_TASKS]
+    if name == "longbench":  # its tasks alternate
+        tasks = [prompt.question.rpartition(" ")[2] for prompt in prompts]
+        assert tasks == [*LONG_TASKS, *LONG_TASKS]
         first = first.removesuffix(f" {LONG_TASKS[0]}")
     else:
         assert len(prompts) == 1 + len(files)
-    assert first == FIRST[name]
+    assert first == FIRST_MESSAGES[name]
     assert prompts[0].then == (("Again.",) if name == "mt-bench" else ())
     assert suite_prompts(name, hub) == prompts
     assert server.fetched() == {Path(file).name: 1 for file in files}
     assert suite_prompts(name, Hub(cache=hub.cache, offline=True)) == prompts
 
 
-def test_what_cannot_be_fetched(local, tmp_path):
+def test_a_suite_that_cannot_be_downloaded_is_an_error(local, tmp_path):
     server, hub = local
     with pytest.raises(ModelNotFoundError, match="openai/gsm8k"):
         suite_prompts("gsm8k", hub)
     with pytest.raises(DownloadError, match="openai/gsm8k is not downloaded"):
         suite_prompts("gsm8k", Hub(cache=hub.cache, offline=True))
-    done = run("bench", "--suite", "gsm8k", "--offline")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    result = run("bench", "--suite", "gsm8k", "--offline")
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_what_cannot_be_fetched(local, tmp_path):
         ("longbench", b"PK broken"),
     ],
 )
-def test_a_broken_file_is_named(name, content, tmp_path):
+def test_the_error_for_a_damaged_file_names_it(name, content, tmp_path):
     file = tmp_path / Path(SUITES[name].files[0]).name
     file.write_bytes(content)
     with pytest.raises(DataError, match=file.name) as error:
@@ -140,7 +141,7 @@ def test_a_broken_file_is_named(name, content, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch):
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependencyError, match=r'pip install -e ".\[bench\]"'):
         SUITES["gsm8k"].prompts("gsm8k", tmp_path / "a.parquet")
@@ -157,7 +158,7 @@ def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch):
     ],
 )
 def test_suites_are_read_from_a_folder(tmp_path, suite, file, row):
-    # A line separator inside of a text is no end of a line.
+    """A line separator in a text does not end a line of the file."""
     line = json.dumps(row, ensure_ascii=False)
     (tmp_path / file).write_text(f"{line}\n\n{line}\n", encoding="utf-8")
     prompts = suite_prompts(suite, Hub(offline=True), tmp_path)
@@ -165,7 +166,7 @@ def test_suites_are_read_from_a_folder(tmp_path, suite, file, row):
     assert prompts[0].then == (("And now?",) if suite == "mt-bench" else ())
 
 
-def test_published_files_go_first_and_missing_ones_are_named(tmp_path):
+def test_local_files_of_published_names_are_preferred(tmp_path):
     with pytest.raises(DataError, match="neither test.jsonl nor livecodebench.jsonl"):
         local_files("livecodebench", tmp_path)
     for name in ("livecodebench.jsonl", "test.jsonl", "test3.jsonl"):
@@ -174,7 +175,7 @@ def test_published_files_go_first_and_missing_ones_are_named(tmp_path):
     assert names == ["test.jsonl", "test3.jsonl"]
 
 
-def test_a_column_of_neither_name_is_named(tmp_path):
+def test_the_error_for_a_missing_column_has_its_possible_names(tmp_path):
     (tmp_path / "mbpp.jsonl").write_text('{"question": "?"}')
     with pytest.raises(DataError, match="'prompt' or 'text'"):
         suite_prompts("mbpp", Hub(offline=True), tmp_path)

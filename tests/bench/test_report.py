@@ -1,4 +1,4 @@
-"""A run's files, runs side by side, and measuring as a paper does."""
+"""The files of a benchmark run, reports that compare runs, and the z-lab protocol."""
 
 import json
 import re
@@ -27,43 +27,46 @@ from dflash_mlx.events import Result, Stats
 from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text())
-HERE = BlasInfo("dflash-avx2", None, "made up")
+BLAS = BlasInfo("dflash-avx2", None, "made up")
 
 
-def one_line_error(done) -> str:
-    assert done.returncode == 1 and not done.stdout, done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+def one_line_error(result) -> str:
+    """The error of a command, after checking that it is its only output."""
+    assert result.returncode == 1 and not result.stdout, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    """A random pair instead of the one that the options ask for, so that nothing is loaded."""
+def use_random_pair(monkeypatch) -> None:
+    """Let `bench` use a random pair, whatever its options, so that nothing is loaded."""
     pair = Pair(
-        tinymodels.target(), drafter=tinymodels.random_drafter(), block_size=None, blas=HERE
+        tinymodels.target(), drafter=tinymodels.random_drafter(), block_size=None, blas=BLAS
     )
     monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
 
 
+@pytest.fixture
+def random_pair(monkeypatch):
+    use_random_pair(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A measured run with two categories."""
+    """The folder of a run with two categories."""
     with pytest.MonkeyPatch.context() as patch:
-        pair = Pair(
-            tinymodels.target(), drafter=tinymodels.random_drafter(), block_size=None, blas=HERE
-        )
-        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
+        use_random_pair(patch)
         out = tmp_path_factory.mktemp("runs") / "deep" / "first"
         prompts = out.parents[1] / "prompts.jsonl"
         rows = [{"prompt": "what is 37 + 48?", "category": name} for name in ("sums", "more")]
         prompts.write_text("\n".join(map(json.dumps, rows)))
-        done = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2", "--out", out)
-        assert done.returncode == 0, done.stderr
-        assert "sums" in done.stdout and "2/2" in done.stdout and "peak memory" in done.stderr
+        result = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2", "--out", out)
+        assert result.returncode == 0, result.stderr
+        assert "sums" in result.stdout and "2/2" in result.stdout
+        assert "peak memory" in result.stderr
         return out
 
 
-def test_the_json_is_what_the_schema_says(folder):
+def test_the_json_of_a_run_follows_the_schema_and_its_sums_are_consistent(folder):
     content = json.loads((folder / "bench.json").read_text())
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(content, SCHEMA)
@@ -82,52 +85,61 @@ def test_the_json_is_what_the_schema_says(folder):
     assert tokens + len(content["prompts"]) == content["overall"]["output_tokens"] == 24
 
 
-def test_a_run_says_how_long_it_takes_and_shows_each_prompt(folder, tiny):
+def test_a_run_prints_its_longest_duration_and_the_figures_of_each_prompt(folder, random_pair):
     prompts = folder.parents[1] / "prompts.jsonl"
-    done = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2")
+    result = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2")
     planned = r"^2 prompts, 2 runs of 3 methods each: at most \d+ seconds?\.$"
-    assert re.search(planned, done.stderr, re.M)
+    assert re.search(planned, result.stderr, re.M)
     figures = r"plain \S+ tok/s · DFlash \S+ tok/s, \S+ plain, \d\.\d tokens per step · mlx-lm"
     for category in ("sums", "more"):
-        assert re.search(f"^{category}: {figures}", done.stderr, re.M)
-    assert "Ended early" not in done.stderr
+        assert re.search(f"^{category}: {figures}", result.stderr, re.M)
+    assert "Ended early" not in result.stderr
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_run_that_is_ended_keeps_what_it_has(options, folder, tiny, tmp_path, monkeypatch):
-    """By Ctrl-C after the first of two prompts; the file is there before, as after a crash."""
-    whole = measure.measure_all
-    files = []
+def test_a_run_ended_by_ctrl_c_keeps_the_prompts_it_has_measured(
+    options, folder, random_pair, tmp_path, monkeypatch
+):
+    """Here one of two. They are in the file even before, in case of a crash."""
+    original_measure_all = measure.measure_all
+    contents = []
 
-    def until_ctrl_c(*arguments, **settings):
-        measured = whole(*arguments, **settings)
+    def measure_one(*arguments, **settings):
+        measured = original_measure_all(*arguments, **settings)
         yield next(measured)
-        files.append(read_run(tmp_path / "run"))
+        contents.append(read_run(tmp_path / "run"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure, "measure_all", until_ctrl_c)
+    monkeypatch.setattr(measure, "measure_all", measure_one)
     prompts = folder.parents[1] / "prompts.jsonl"
-    arguments = "--prompts", prompts, "-n", "12", "--out", tmp_path / "run", *options
-    done = run("bench", *arguments)
-    assert done.returncode == 130
-    assert "sums" in done.stdout and "more" not in done.stdout
-    for content in (read_run(tmp_path / "run"), *files):
+    out = tmp_path / "run"
+    result = run("bench", "--prompts", prompts, "-n", "12", "--out", out, *options)
+    assert result.returncode == 130
+    assert "sums" in result.stdout and "more" not in result.stdout
+    contents.append(read_run(out))
+    for content in contents:
         jsonschema.validate(content, SCHEMA)
         assert len(content["prompts"]) == 1 and content["planned_prompts"] == 2
-    told = run("report", tmp_path / "run")
-    assert "Ended early, after 1 of 2 prompts." in told.stderr
+    report = run("report", out)
+    assert "Ended early, after 1 of 2 prompts." in report.stderr
 
+
+def test_a_run_ended_by_ctrl_c_before_its_first_prompt_writes_nothing(
+    folder, random_pair, tmp_path, monkeypatch
+):
     monkeypatch.setattr(measure, "measure_all", Mock(side_effect=KeyboardInterrupt))
-    nothing = run("bench", "--prompts", prompts, "--out", tmp_path / "none")
-    assert nothing.returncode == 130 and not nothing.stdout and not (tmp_path / "none").exists()
+    prompts = folder.parents[1] / "prompts.jsonl"
+    result = run("bench", "--prompts", prompts, "--out", tmp_path / "none")
+    assert result.returncode == 130 and not result.stdout
+    assert not (tmp_path / "none").exists()
 
 
-def test_differences_are_told(folder):
+def test_differences_are_described_with_their_token_and_logit_gap(folder):
     content = read_run(folder)
-    place = {"category": "sums", "prompt": "a\nb", "method": "DFlash", "token": 4, "plain": 1}
+    difference = {"category": "sums", "prompt": "a\nb", "method": "DFlash", "token": 4, "plain": 1}
     content["differences"] = [
-        place | {"other": 2, "logit_gap": 0.012},
-        place | {"other": None, "logit_gap": None},
+        difference | {"other": 2, "logit_gap": 0.012},
+        difference | {"other": None, "logit_gap": None},
     ]
     jsonschema.validate(content, SCHEMA)
     text = "\n".join(map(describe_difference, content["differences"]))
@@ -142,7 +154,9 @@ def test_differences_are_told(folder):
         (json.dumps({"prompt": "x" * 100_000}), "line 1: The prompt has"),
     ],
 )
-def test_a_bad_prompt_leaves_nothing_behind(lines, message, tiny, tmp_path):
+def test_an_invalid_prompt_is_an_error_and_nothing_is_written(
+    lines, message, random_pair, tmp_path
+):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(lines)
     out = tmp_path / "new"
@@ -150,13 +164,13 @@ def test_a_bad_prompt_leaves_nothing_behind(lines, message, tiny, tmp_path):
     assert not out.exists()
 
 
-def test_a_run_is_never_written_over(folder, tiny):
+def test_a_run_is_never_overwritten(folder, random_pair):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert "holds a run already" in one_line_error(run("bench", "--out", folder))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error(random_pair, tmp_path):
     (tmp_path / "file").write_text("in the way")
     long = tmp_path / ("a" * 300)
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run"), long):
@@ -170,15 +184,16 @@ def test_a_report_compares_runs_of_two_machines(folder, tmp_path):
     other["overall"]["methods"]["DFlash"]["speedup"]["median"] = 4.375
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "bench.json").write_text(json.dumps(other))
-    done = run("report", folder, tmp_path / "second" / "bench.json")
-    assert done.returncode == 0 and "4.38x?" in done.stdout and done.stdout.count("sums") == 2
-    assert "Apple M5 Max" in done.stderr and str(folder) in done.stdout
+    result = run("report", folder, tmp_path / "second" / "bench.json")
+    assert result.returncode == 0
+    assert "4.38x?" in result.stdout and result.stdout.count("sums") == 2
+    assert "Apple M5 Max" in result.stderr and str(folder) in result.stdout
     content = json.loads(run("report", folder, tmp_path / "second", "--json").stdout)
     assert list(content["runs"]) == [str(folder), str(tmp_path / "second")]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": "dflash-mlx bench"}'])
-def test_an_invalid_run_is_named(content, tmp_path):
+def test_the_error_for_an_invalid_run_names_its_file(content, tmp_path):
     if content is not None:
         (tmp_path / "bench.json").write_text(content)
     with pytest.raises(DataError, match="bench.json: "):
@@ -186,12 +201,12 @@ def test_an_invalid_run_is_named(content, tmp_path):
     assert "bench.json" in one_line_error(run("report", tmp_path))
 
 
-def test_what_an_adapter_costs_is_told(tiny, tmp_path):
-    """The drafter's acceptance length is also measured on the model without the adapter."""
+def test_the_acceptance_length_is_also_measured_without_an_adapter(random_pair, tmp_path):
+    """So a user sees how much worse the drafter is for a fine-tuned model."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 37 + 48?"}')
-    asked = "--prompts", tmp_path / "prompts.jsonl", "-n", "12", "--adapter", "mine"
-    done = run("bench", *asked, "--out", tmp_path / "out")
-    assert re.search(r"[\d.]+ tokens per step with the adapter, [\d.]+ without", done.stderr)
+    options = ["--prompts", tmp_path / "prompts.jsonl", "-n", "12", "--adapter", "mine"]
+    result = run("bench", *options, "--out", tmp_path / "out")
+    assert re.search(r"[\d.]+ tokens per step with the adapter, [\d.]+ without", result.stderr)
     jsonschema.validate(read_run(tmp_path / "out"), SCHEMA)
 
 
@@ -200,15 +215,16 @@ def prompt(number: int, category: str = "a") -> BenchPrompt:
 
 
 def answer(tokens: int, seconds: float, rounds: int) -> Result:
-    stats = Stats(output_tokens=tokens and 1 + tokens, decode_seconds=seconds, rounds=rounds)
+    output_tokens = 1 + tokens if tokens else 0  # the prefill gives one
+    stats = Stats(output_tokens=output_tokens, decode_seconds=seconds, rounds=rounds)
     return Result("", tokens=[0] * tokens, finish_reason="length", stats=stats)
 
 
-def figures(measured):
+def protocol_figures(measured):
     return run_content({"protocol": "zlab"}, measured)["protocol_figures"]
 
 
-def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws():
+def test_up_to_128_prompts_keep_their_order_and_more_are_drawn_as_z_lab_does():
     few = [prompt(i) for i in range(128)]
     assert choose_protocol_prompts(few) == few
     many = [prompt(i) for i in range(300)]
@@ -218,22 +234,23 @@ def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws():
     assert many == [prompt(i) for i in range(300)]
 
 
-def test_means_are_those_of_answers_however_long_they_are():
+def test_every_answer_has_the_same_weight_in_the_protocols_means():
+    """Whatever its length: means of seconds per token, and of acceptance lengths."""
     measured = [
         PromptRuns(prompt(0), {PLAIN: [answer(10, 1.0, 10)], "DFlash": [answer(10, 0.2, 2)]}),
         PromptRuns(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
     ]
-    category = figures(measured)["a"]
+    category = protocol_figures(measured)["a"]
     plain = (0.1 + 1 / 30) / 2
     drafted = (0.02 + 1 / 30) / 2
     assert category["speedup"] == pytest.approx(plain / drafted)
     assert category["acceptance_length"] == pytest.approx((5 + 2) / 2)
     assert category["answers"] == 2 and category["over_mlx_lm"] is None
     slower = {MLX_LM: [answer(10, 2.0, 10)], "DFlash": [answer(10, 0.5, 4)]}
-    [category] = figures([PromptRuns(prompt(2, "b"), slower)]).values()
+    [category] = protocol_figures([PromptRuns(prompt(2, "b"), slower)]).values()
     assert category["over_mlx_lm"] == pytest.approx(4) and category["speedup"] is None
-    nothing = {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]}
-    category = figures([PromptRuns(prompt(0), nothing)])["a"]
+    empty = {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]}
+    category = protocol_figures([PromptRuns(prompt(0), empty)])["a"]
     assert category["speedup"] is None and category["acceptance_length"] is None
 
 
@@ -241,9 +258,9 @@ def test_the_command_measures_by_a_protocol(tmp_path):
     rows = [json.dumps({"question": f"What is {i} plus 4?"}) for i in range(3)]
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
     options = ["bench", "--suite", "gsm8k", "--data", tmp_path, "--protocol", "zlab"]
-    done = run(*options, "--limit", "2", "-n", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    result = run(*options, "--limit", "2", "-n", "8", "--json")
+    assert result.returncode == 0, result.stderr
+    content = json.loads(result.stdout)
     protocol = content["protocol_figures"]["gsm8k"]
     assert content["max_tokens"] == 8 and content["repeats"] == 1 and protocol["answers"] == 2
     assert protocol["acceptance_length"] >= 1 and protocol["speedup"] > 0

@@ -1,6 +1,6 @@
-"""Commands under a plain mlx.launch, which starts the same command as every rank, on loopback.
+"""Commands started by mlx.launch, which runs the same command as every rank, on loopback.
 
-Its ranks' stdin is a pipe that it never closes, and all of them write to its own output.
+The ranks' stdin is a pipe that is never closed, and all of them write to the launcher's output.
 """
 
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def two_free_ports():
-    """The first of two neighbours that nobody listens on now."""
+    """The first of two consecutive ports that nobody listens on."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -39,49 +39,57 @@ def two_free_ports():
 
 @contextmanager
 def launched(*arguments):
-    """Two ranks of a command, in a process group of their own; none of them is left behind."""
+    """Run a command as two ranks, in a new process group that is killed at the end."""
     ring = ["--backend", "ring", "--starting-port", str(two_free_ports()), "-n", "2", "--"]
-    options = {"text": True, "cwd": HERE, "start_new_session": True}
-    options |= dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    ranks = subprocess.Popen([LAUNCH, *ring, *PROGRAM, *arguments], **options)
+    ranks = subprocess.Popen(
+        [LAUNCH, *ring, *PROGRAM, *arguments],
+        text=True,
+        cwd=HERE,
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         yield ranks
     finally:
-        with suppress(ProcessLookupError):  # as it should be
+        with suppress(ProcessLookupError):  # if all have ended, as expected
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.communicate()
 
 
-def test_an_answer_is_given_once():
-    """By rank 0, though stdin stays open; the other one says nothing, and both end well."""
+def test_only_rank_0_prints_the_answer_and_both_ranks_end():
+    """Though stdin stays open."""
     command = ("generate", "--model", "tiny", "--no-policy", "-n", "6", QUESTION)
     with launched(*command) as ranks:
         assert ranks.wait(SECONDS) == 0
         text = ranks.stdout.read()
-        said = ranks.stderr.read()
-    assert text == run(*command).stdout, said
-    assert said.count("2 machines") == 1 and "exited with" not in said and "error" not in said
+        errors = ranks.stderr.read()
+    assert text == run(*command).stdout, errors
+    assert errors.count("2 machines") == 1
+    assert "exited with" not in errors and "error" not in errors
 
 
-def test_a_server_answers_and_ctrl_c_ends_it():
-    """The signal goes to all processes of the terminal: rank 0 ends in order, and so do others."""
+def test_a_server_on_two_ranks_answers_and_ctrl_c_ends_it():
+    """Ctrl-C signals all processes of a terminal; all ranks end without an error."""
     with launched("serve", "--model", "tiny", "--no-policy", "--port", "0") as ranks:
         line = next(line for line in ranks.stderr if "http://" in line)
         url = re.search(r"http://\S+", line)[0]
         body = json.dumps({"prompt": QUESTION, "max_tokens": 2}).encode()
         headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{url}/v1/completions", body, headers)
-        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             assert json.load(answer)["choices"][0]["text"]
         os.killpg(ranks.pid, signal.SIGINT)
-        _, said = ranks.communicate(timeout=SECONDS)
+        _, errors = ranks.communicate(timeout=SECONDS)
         with pytest.raises(ProcessLookupError):
             os.killpg(ranks.pid, 0)
-    assert "exited with" not in said and "error" not in said
+    assert "exited with" not in errors and "error" not in errors
 
 
-def test_stdin_that_never_ends_is_not_waited_for(monkeypatch):
+def test_a_rank_does_not_wait_for_a_prompt_on_stdin(monkeypatch):
+    """Its stdin never ends, so a prompt has to be an argument."""
     monkeypatch.setenv("MLX_RANK", "0")
     for arguments in ((), ("-",), ("--file", "-")):
-        done = run("generate", *arguments)
-        assert done.returncode == 2, done.stderr
+        result = run("generate", *arguments)
+        assert result.returncode == 2, result.stderr

@@ -1,4 +1,4 @@
-"""What starts, watches and ends the processes of a cluster; the processes here compute nothing."""
+"""The supervisor of a cluster's processes, with processes that compute nothing; files of hosts."""
 
 import json
 import os
@@ -15,57 +15,62 @@ from dflash_mlx.cluster.watchdog import Watchdog
 from dflash_mlx.errors import SettingsError
 
 HERE = Host("127.0.0.1", ("127.0.0.1",))
-# A rank without MLX: it says what it is told to, lives until its line is cut, and ends as asked.
+# A rank without MLX. Its plan says which messages it sends ("says"), which file it creates
+# ("writes"), and its exit code ("code"); without a code it ends when its connection is lost. If the
+# file "unless" exists, the plan "then" replaces it.
 RANK = """
 import json, os, sys, threading
-told, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+options, plans = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 from dflash_mlx.cluster.member import RankProcess
-end = told.get("line")
+end = options.get("line")
 line = RankProcess(0, 1) if end is None else RankProcess(end, end)
-mine = plan[str(told["rank"])]
-if os.path.exists(mine.get("unless", "/nowhere")):
-    mine = mine["then"]
-for word in mine.get("says", []):
-    line.send(*word.split(" ", 1))
-if "writes" in mine:
-    open(mine["writes"], "w").close()
-heard = threading.Event()
-line.lost = lambda problem: (print(problem, file=sys.stderr), heard.set())
-if "code" in mine:
-    os._exit(mine["code"])
-heard.wait()
+plan = plans[str(options["rank"])]
+if os.path.exists(plan.get("unless", "/nowhere")):
+    plan = plan["then"]
+for message in plan.get("says", []):
+    line.send(*message.split(" ", 1))
+if "writes" in plan:
+    open(plan["writes"], "w").close()
+lost = threading.Event()
+line.lost = lambda problem: (print(problem, file=sys.stderr), lost.set())
+if "code" in plan:
+    os._exit(plan["code"])
+lost.wait()
 os._exit(0)
 """
 
 
-def started(plan):
-    """What starts such ranks."""
+def processes_with(plans):
+    """A class of cluster processes whose ranks follow these plans; it records their pids."""
 
-    class SteppedEngine(ClusterProcesses):
+    class PlannedProcesses(ClusterProcesses):
         all_pids: list[int] = []
 
         def __init__(self, hosts, arguments, listening=None):
             super().__init__(hosts, arguments, listening)
             self.all_pids += [rank.process.pid for rank in self.all]
 
-        def _command(self, told):
-            return [sys.executable, "-c", RANK, json.dumps(told), json.dumps(plan)]
+        def _command(self, options):
+            return [sys.executable, "-c", RANK, json.dumps(options), json.dumps(plans)]
 
-    return SteppedEngine
+    return PlannedProcesses
 
 
 @pytest.fixture
-def supervised(monkeypatch):
-    """Runs a plan: the exit code, what was said, and which processes there were."""
+def supervise(monkeypatch):
+    """A function that runs plans: it returns the exit code, the reports, and all pids."""
 
-    def run(plan, listening=None):
-        said = []
-        played = started(plan)
-        monkeypatch.setattr(supervisor, "ClusterProcesses", played)
+    def run(plans, listening=None):
+        reports = []
+        processes = processes_with(plans)
+        monkeypatch.setattr(supervisor, "ClusterProcesses", processes)
         code = Supervisor(
-            Hosts("ring", {}, (HERE, HERE)), arguments=[], report=said.append, listening=listening
+            Hosts("ring", {}, (HERE, HERE)),
+            arguments=[],
+            report=reports.append,
+            listening=listening,
         ).run()
-        return code, said, played.all_pids
+        return code, reports, processes.all_pids
 
     return run
 
@@ -78,59 +83,64 @@ def is_gone(pid):
     return False
 
 
-WRONG = {"says": ["failed It is missing there."], "code": 1}
+FAILING = {"says": ["failed It is missing there."], "code": 1}
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "code", "said"),
+    ("first", "second", "expected_code", "expected_reports"),
     [
         ({"code": 0}, {}, 0, []),
-        ({"code": 2}, {}, 2, []),  # rank 0 has said what is wrong
-        ({"code": 1}, WRONG, 1, []),
-        ({}, WRONG, 1, ["rank 1 (127.0.0.1): It is missing there."]),
+        ({"code": 2}, {}, 2, []),  # rank 0 reports its errors itself
+        ({"code": 1}, FAILING, 1, []),
+        ({}, FAILING, 1, ["rank 1 (127.0.0.1): It is missing there."]),
     ],
 )
-def test_all_end_together_and_one_says_what_is_wrong(first, second, code, said, supervised):
-    *ended, pids = supervised({"0": first, "1": second})
-    assert ended == [code, said] and all(map(is_gone, pids))
+def test_all_ranks_end_when_one_does_and_an_error_is_reported_once(
+    first, second, expected_code, expected_reports, supervise
+):
+    code, reports, pids = supervise({"0": first, "1": second})
+    assert (code, reports) == (expected_code, expected_reports)
+    assert all(is_gone(pid) for pid in pids)
 
 
-def test_a_server_is_started_again(tmp_path, supervised):
-    """Rank 1 is lost the first time."""
-    mark = tmp_path / "begun"
-    ends = {"unless": str(mark), "then": {"says": ["ready"], "code": 0}}
-    says = ["ready", "lost rank 1 is gone."]
-    plan = {"0": ends | {"says": says, "writes": str(mark)}, "1": {}}
+def test_a_server_that_lost_a_rank_is_started_again(tmp_path, supervise):
+    """Rank 0 reports that it lost rank 1 the first time, and ends well the second time."""
+    started_once = tmp_path / "started"
+    rank_0 = {
+        "says": ["ready", "lost rank 1 is gone."],
+        "writes": str(started_once),
+        "unless": str(started_once),
+        "then": {"says": ["ready"], "code": 0},
+    }
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        code, said, pids = supervised(plan, listening)
-    assert code == 0 and said == ["rank 1 is gone: all are started again."]
-    assert len(pids) == 4 and all(map(is_gone, pids))
+        code, reports, pids = supervise({"0": rank_0, "1": {}}, listening)
+    assert code == 0 and reports == ["rank 1 is gone: all are started again."]
+    assert len(pids) == 4 and all(is_gone(pid) for pid in pids)
 
 
-def test_a_server_that_never_comes_is_given_up(supervised):
+def test_a_server_that_never_gets_ready_is_started_three_times(supervise):
     lost = {"says": ["lost the link is down."]}
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        code, said, pids = supervised({"0": lost, "1": {}}, listening)
-    assert code == 1 and len(pids) == 6 and said[-1].endswith("the cluster has ended.")
-    assert all(map(is_gone, pids))
+        code, reports, pids = supervise({"0": lost, "1": {}}, listening)
+    assert code == 1 and len(pids) == 6 and reports[-1].endswith("the cluster has ended.")
+    assert all(is_gone(pid) for pid in pids)
 
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
     monkeypatch.setattr(supervisor, "KILL_SECONDS", 0.2)
-    ignores = "import signal; signal.signal(15, 1); print(1, flush=True); signal.pause()"
-    deaf = [sys.executable, "-c", ignores]
+    program = "import signal; signal.signal(15, 1); print(1, flush=True); signal.pause()"
 
-    class Deaf(ClusterProcesses):
-        def _command(self, told):
-            return deaf
+    class ProcessesIgnoringSigterm(ClusterProcesses):
+        def _command(self, options):
+            return [sys.executable, "-c", program]
 
-    ranks = Deaf(Hosts("ring", {}, (HERE, HERE)), [])
-    assert ranks.receive(30)  # rank 1 does not hear any more
+    ranks = ProcessesIgnoringSigterm(Hosts("ring", {}, (HERE, HERE)), [])
+    assert ranks.receive(30)  # from now on rank 1 ignores the signal
     ranks.end()
     assert all(is_gone(rank.process.pid) for rank in ranks.all)
 
 
-def test_what_does_not_end_is_noticed():
+def test_the_watchdog_notices_a_call_that_does_not_end():
     stalled = threading.Event()
     watch = Watchdog(0.05, lambda seconds: stalled.set())
     with watch.watching():
@@ -138,7 +148,7 @@ def test_what_does_not_end_is_noticed():
 
 
 @pytest.mark.parametrize(
-    ("content", "wrong"),
+    ("content", "message"),
     [
         ("[]", "two hosts"),
         ('[{"ssh": "127.0.0.1"}, {"ips": ["1.2.3.4"]}]', "ssh and ips"),
@@ -150,14 +160,15 @@ def test_what_does_not_end_is_noticed():
         ('{"envs": 3, "hosts": [{"ssh": "localhost"}, {"ssh": "localhost"}]}', "envs"),
     ],
 )
-def test_an_invalid_file_of_hosts(content, wrong, tmp_path):
+def test_the_error_for_an_invalid_file_of_hosts_says_what_is_wrong(content, message, tmp_path):
     path = tmp_path / "hosts.json"
     path.write_text(content)
-    with pytest.raises(SettingsError, match=wrong):
+    with pytest.raises(SettingsError, match=message):
         read_hosts(path)
 
 
-def test_a_file_of_hosts(tmp_path):
+def test_a_file_of_hosts_gives_each_rank_its_files_and_environment(tmp_path):
+    """For the backends ring and jaccl."""
     path = tmp_path / "hosts.json"
     rdma = [(None, "rdma_en2"), ("rdma_en2", None)]
     hosts = [
@@ -172,8 +183,8 @@ def test_a_file_of_hosts(tmp_path):
     assert [address[0].rpartition(":")[0] for address in ring] == ["10.0.0.0", "10.0.0.1"]
     assert (first["rank"], second["rank"]) == (0, 1) and second["files"] == first["files"]
     path.write_text(json.dumps({"backend": "jaccl", "hosts": hosts}))
-    told = read_hosts(path).launches()[1]
-    assert told["files"]["MLX_IBV_DEVICES"] == rdma
-    assert told["environment"]["MLX_JACCL_COORDINATOR"].startswith("10.0.0.0:")
+    launch = read_hosts(path).launches()[1]
+    assert launch["files"]["MLX_IBV_DEVICES"] == rdma
+    assert launch["environment"]["MLX_JACCL_COORDINATOR"].startswith("10.0.0.0:")
     with pytest.raises(SettingsError, match="cannot be read"):
         read_hosts(tmp_path / "none.json")

@@ -1,4 +1,4 @@
-"""Every published layout of a drafter's config.json, and every way it can be wrong."""
+"""A drafter's config.json: its layouts, and what the errors of a wrong one say."""
 
 import json
 import math
@@ -24,12 +24,14 @@ YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings":
 
 
 def config(**fields) -> DraftConfig:
-    """Resolve the minimal config with some fields replaced, and those set to `...` left out."""
+    """Resolve the minimal config with some fields replaced; a field set to `...` is left out."""
     merged = MINIMAL | fields
-    return DraftConfig.from_dict({k: v for k, v in merged.items() if v is not ...})
+    return DraftConfig.from_dict(
+        {name: value for name, value in merged.items() if value is not ...}
+    )
 
 
-# What published configs (test_published_configs.py) show is not said again.
+# Only layouts that no config in test_published_configs.py has: fields, and what they resolve to.
 LAYOUTS = {
     "defaults": (
         {},
@@ -45,19 +47,19 @@ LAYOUTS = {
             "target_layer_ids": (1, 5, 9),
         },
     ),
-    "nested null leaves the root's": (
+    "a nested null does not replace the value at the root": (
         {"dflash_config": {"block_size": None}, "target_layer_ids": [3]},
         {"block_size": 16, "target_layer_ids": (3,)},
     ),
-    "is_causal false rules every layer": (
+    "is_causal false applies to every layer": (
         SLIDING | {"is_causal": False},
         {"windows": (8, 8, None), "causal": (False,) * 3},
     ),
-    "rope_parameters win": (
+    "rope_parameters take precedence": (
         {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 1e7}},
         {"rope_theta": 1e7},
     ),
-    "the depth need not be told": (
+    "num_target_layers may be missing": (
         {"num_target_layers": ..., "target_layer_ids": [1, 9]},
         {"num_target_layers": None, "target_layer_ids": (1, 9)},
     ),
@@ -65,7 +67,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("fields", "expected"), LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_layouts(fields, expected):
+def test_every_layout_resolves_to_the_expected_fields(fields, expected):
     resolved = config(**fields)
     assert {name: getattr(resolved, name) for name in expected} == expected
 
@@ -78,15 +80,14 @@ def yarn(**more):
     return {"rope_scaling": YARN | more}
 
 
-TWO = {"architectures": ["DFlash2DraftModel"]}
-SIZES_OF_TWO = {
+DFLASH2 = {"architectures": ["DFlash2DraftModel"]}
+DFLASH2_SIZES = {
     "conv_kernel_size": 2,
     "conv_group_size": 16,
     "selector_rank": 256,
     "selector_top_k": 16,
 }
-WRONG = {
-    # how the message starts: what is wrong
+WRONG = {  # the start of the error's message: the fields that cause it
     "num_hidden_layers is missing": {"num_hidden_layers": ...},
     "hidden_size must": {"hidden_size": "64"},
     "hidden_size must be a whole number": {"hidden_size": 2**40},
@@ -119,15 +120,15 @@ WRONG = {
     "dflash_config.projector_type must": nested(projector_type="mlp"),
     "dflash_config.selector_rank must be 0": nested(selector_rank=16),
     "rope_scaling.low_freq_factor is not understood": yarn(low_freq_factor=1),
-    "conv_kernel_size is missing": TWO,
-    "markov_rank must": TWO | SIZES_OF_TWO | {"markov_rank": 4},
-    "dflash_config.conv_group_size must divide 64": TWO
-    | nested(**SIZES_OF_TWO | {"conv_group_size": 48}),
+    "conv_kernel_size is missing": DFLASH2,
+    "markov_rank must": DFLASH2 | DFLASH2_SIZES | {"markov_rank": 4},
+    "dflash_config.conv_group_size must divide 64": DFLASH2
+    | nested(**DFLASH2_SIZES | {"conv_group_size": 48}),
 }
 
 
 @pytest.mark.parametrize(("words", "fields"), WRONG.items())
-def test_errors_name_the_field(words, fields):
+def test_errors_name_the_wrong_field(words, fields):
     with pytest.raises(ConfigError) as caught:
         config(**fields)
     assert str(caught.value).startswith(f"drafter config: {words}")
@@ -140,40 +141,42 @@ def test_errors_name_the_field(words, fields):
         {"quantization": {"mode": "mxfp4"}},
     ],
 )
-def test_other_quantizations_are_unreadable(fields):
-    assert next(iter(fields)) in config(**fields).unreadable
+def test_an_unsupported_quantization_is_reported_as_unreadable(fields):
+    [field] = fields
+    assert field in config(**fields).unreadable
 
 
-def test_the_message_says_where(tmp_path):
+def test_the_error_of_a_file_names_its_path(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MINIMAL | {"block_size": 0}))
     with pytest.raises(ConfigError, match=f"^{path}: block_size must be a whole number"):
         DraftConfig.from_file(path)
 
 
-def test_fields_say_where_they_were_read():
+def test_sources_tell_the_key_that_each_field_was_read_from():
     sources = config(**nested(block_size=8), rope_parameters={"rope_theta": 1e7}).sources
     assert sources["block_size"] == "dflash_config.block_size"
     assert sources["rope_theta"] == "rope_parameters.rope_theta"
     assert sources["mask_token_id"] == "mask_token_id" and sources["head_dim"] == "default"
 
 
-SHAPES = {
+# The size that differs, and sizes of a target (hidden, vocabulary, layers) in which only it does.
+WRONG_SIZES = {
     "hidden_size": (65, 211, 12),
     "vocab_size": (64, 212, 12),
     "num_target_layers": (64, 211, 14),
 }
 
 
-@pytest.mark.parametrize(("word", "shape"), SHAPES.items())
-def test_check_fits(word, shape):
+@pytest.mark.parametrize(("field", "sizes"), WRONG_SIZES.items())
+def test_a_target_of_another_size_is_refused(field, sizes):
     config().check_fits(64, 211, 12)
-    with pytest.raises(IncompatibleDrafterError, match=f"another target: its {word} is"):
-        config().check_fits(*shape)
+    with pytest.raises(IncompatibleDrafterError, match=f"another target: its {field} is"):
+        config().check_fits(*sizes)
 
 
-def test_check_fits_without_a_depth():
-    shallow = config(num_target_layers=..., target_layer_ids=[1, 9])
-    shallow.check_fits(64, 211, 10)
+def test_without_num_target_layers_a_target_needs_the_layers_that_are_read():
+    without_depth = config(num_target_layers=..., target_layer_ids=[1, 9])
+    without_depth.check_fits(64, 211, 10)
     with pytest.raises(IncompatibleDrafterError, match="reads layer 9 of 9"):
-        shallow.check_fits(64, 211, 9)
+        without_depth.check_fits(64, 211, 9)

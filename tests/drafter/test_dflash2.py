@@ -1,4 +1,4 @@
-"""DFlash2 and what every drafter shares with it, against golden cases and a slow second writing."""
+"""DFlash2, and the parts that every drafter shares with it, against a slow float64 reference."""
 
 import dataclasses
 import json
@@ -18,7 +18,6 @@ from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
 from dflash_mlx.errors import SettingsError, WeightsError
 from dflash_mlx.loading.drafter_fields import inspect_drafter
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "dflash2"
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
 SHAPE = {
     "hidden_size": 32,
@@ -46,8 +45,8 @@ def raw_config(dflash2=True, nested=(), **fields):
 
 
 def random_weight(name, old):
-    """Weights that leave no term small: norms near 1, biases and kernels far from 0."""
-    if name == "d2t":  # of scattered tokens
+    """Weights large enough for an error in any term to show: norms near 1, biases far from 0."""
+    if name == "d2t":  # a reduced vocabulary: some tokens, scattered over all
         kept = np.random.default_rng(0).permutation(SHAPE["vocab_size"])[: len(old)]
         return mx.array(np.sort(kept) - np.arange(len(old)))
     noise = mx.random.normal(old.shape)
@@ -55,12 +54,14 @@ def random_weight(name, old):
         return 1 + 0.2 * noise
     if name.endswith("proj.bias") or "base_kernel" in name:
         return 0.5 * noise
-    noise = 2 * noise if "markov_w" in name else noise
-    return noise if "codebook" in name else noise / old.shape[-1] ** 0.5
+    if "codebook" in name:
+        return noise
+    scale = 2 if "markov_w" in name else 1
+    return scale * noise / old.shape[-1] ** 0.5
 
 
 def expected_hidden(drafter, context, block, weights=None):
-    """What the slow reference makes of the context [1, S, K*D] and a block [1, B, D]."""
+    """The slow reference's hidden states for a context [1, S, K*D] and a block [1, B, D]."""
     config = dataclasses.asdict(drafter.config)
     weights = weights or dict(tree_flatten(drafter.parameters()))
     return reference.forward(config, weights, np.array(context[0]), np.array(block[0]))
@@ -76,7 +77,7 @@ def build(config, seed=0, parts=()):
 
 
 def make_target(config, seed=9):
-    """The parts of a target that a drafter sees."""
+    """The parts of a target that a drafter uses."""
     mx.random.seed(seed)
     vocabulary = config["vocab_size"]
     hidden = config["hidden_size"]
@@ -93,9 +94,10 @@ def make_target(config, seed=9):
 
 
 def drafts(drafter, hidden, anchor, target):
-    """The greedy chain from the hidden states [1, L, D] of its slots."""
+    """The greedy chain from the hidden states [1, L, D] of the draft positions."""
     scores = drafter.to_full_vocab(drafter.logits(hidden, target)[0])
-    return drafter.choose([DraftScores(scores, 1.0, hidden[0], mx.array(anchor))])[0].tolist()
+    [tokens] = drafter.choose([DraftScores(scores, 1.0, hidden[0], mx.array(anchor))])
+    return tokens.tolist()
 
 
 def distance(a, b):
@@ -136,7 +138,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
-def test_equals_the_slow_drafter_in_ragged_steps(config):
+def test_hidden_states_equal_the_references_over_ragged_steps(config):
+    """Steps add 0 to 20 features to the cache and read blocks of 2 to 6 rows."""
     drafter = build(config)
     context = mx.random.normal((1, 40, 2 * 32))
     cache = drafter.make_cache()
@@ -150,7 +153,7 @@ def test_equals_the_slow_drafter_in_ragged_steps(config):
 
 
 @pytest.mark.parametrize("top", [1, 5, 67])
-def test_the_selector_walks_like_the_slow_one(top):
+def test_the_selector_picks_the_tokens_of_the_reference(top):
     config = raw_config(nested={"selector_top_k": top})
     drafter = build(config)
     target = make_target(config)
@@ -180,39 +183,46 @@ def save(folder, drafter, config):
     return str(folder)
 
 
-def decided(folder):
+def decisions(folder):
+    """What inspecting a drafter's folder says: (value, source) by field."""
     return {item.field: (item.value, item.source) for item in inspect_drafter(Path(folder))}
 
 
 @pytest.mark.parametrize("stored", [(), (EMBEDDING,), (HEAD,)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, stored, tied):
+def test_an_embedding_or_head_in_the_checkpoint_replaces_the_targets(tmp_path, stored, tied):
+    """A tied head is the drafter's embedding, if the checkpoint has one."""
     config = raw_config(tie_word_embeddings=tied)
     written = build(config, parts=stored)
     drafter = dm.load_drafter(save(tmp_path, written, config))
     target = make_target(config)
     tokens = mx.array([[3, 4]])
-    brings = EMBEDDING in stored
+    has_embedding = EMBEDDING in stored
+    embedding = target.embed(mx.arange(67))
+    embedding_source = ("the target's", "no tensor embed_tokens.weight")
+    if has_embedding:
+        embedding = written.embed_tokens.weight
+        embedding_source = ("its own", "tensor embed_tokens.weight")
     head = target.head
-    embedding = written.embed_tokens.weight if brings else target.embed(mx.arange(67))
+    head_source = "the target's"
     if HEAD in stored:
         head = written.lm_head
-    elif brings and tied:
+        head_source = "its own"
+    elif has_embedding and tied:
         head = written.embed_tokens.as_linear
+        head_source = "its own embedding"
     assert mx.array_equal(drafter.embed(tokens, target), embedding[tokens])
     hidden = mx.random.normal((1, 2, 32))
     assert mx.allclose(drafter.logits(hidden, target), head(hidden), atol=1e-5)
 
-    said = decided(tmp_path)
-    assert said["network"] == ("DFlash2", "architectures")
-    assert said["block_size"] == (6, "block_size")
-    place = "tensor embed_tokens.weight" if brings else "no tensor embed_tokens.weight"
-    assert said["embedding"] == ("its own" if brings else "the target's", place)
-    borrowed = "its own embedding" if brings and tied else "the target's"
-    assert said["head"][0] == ("its own" if HEAD in stored else borrowed)
+    inspected = decisions(tmp_path)
+    assert inspected["network"] == ("DFlash2", "architectures")
+    assert inspected["block_size"] == (6, "block_size")
+    assert inspected["embedding"] == embedding_source
+    assert inspected["head"][0] == head_source
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path):
+def test_errors_name_unknown_missing_and_misshapen_tensors(tmp_path):
     config = raw_config()
     drafter = build(config)
     drafter.d2t = mx.zeros((67,))
@@ -229,37 +239,39 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_drafter_computes_what_its_rounded_weights_say(tmp_path, bits):
+def test_a_quantized_drafter_computes_with_its_rounded_weights(tmp_path, bits):
     config = raw_config(**WIDE, **SLIDING)
     written = build(config)
     drafter = dm.load_drafter(save(tmp_path, written, config), bits=bits)
-    whole = dict(tree_flatten(written.parameters()))
-    rounded = dict(whole)
+    unrounded = dict(tree_flatten(written.parameters()))
+    rounded = dict(unrounded)
     for name, module in drafter.named_modules():
         if "scales" in module:
-            stored = module.weight, module.scales, module.biases
-            rounded[f"{name}.weight"] = mx.dequantize(*stored, group_size=64, bits=bits)
+            rounded[f"{name}.weight"] = mx.dequantize(
+                module.weight, module.scales, module.biases, group_size=64, bits=bits
+            )
     context = mx.random.normal((1, 12, 256))
     block = mx.random.normal((1, 6, 128))
     hidden = drafter(block, context, drafter.make_cache())[0]
     assert distance(hidden, expected_hidden(drafter, context, block, rounded)) < 1e-4
-    assert distance(hidden, expected_hidden(drafter, context, block, whole)) > 1e-3
+    assert distance(hidden, expected_hidden(drafter, context, block, unrounded)) > 1e-3
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_drafter_stored_quantized_loads_as_it_is(tmp_path, bits):
+def test_a_checkpoint_of_quantized_weights_is_loaded_without_quantizing_again(tmp_path, bits):
     config = raw_config(**WIDE)
     written = build(config)
     (tmp_path / "plain").mkdir()
     (tmp_path / "stored").mkdir()
     quantized = dm.load_drafter(save(tmp_path / "plain", written, config), bits=bits)
-    stored = config | {"quantization": {"group_size": 64, "bits": bits}}
-    path = save(tmp_path / "stored", quantized, stored)
+    quantized_config = config | {"quantization": {"group_size": 64, "bits": bits}}
+    path = save(tmp_path / "stored", quantized, quantized_config)
     drafter = dm.load_drafter(path)
     context = mx.random.normal((1, 12, 256))
     block = mx.random.normal((1, 6, 128))
-    hidden = [d(block, context, d.make_cache()) for d in (quantized, drafter)]
-    assert distance(*hidden) < 1e-4  # a CPU multiplies stored ones as floats
-    assert decided(path)["quantization"][1] == "quantization"
+    expected = quantized(block, context, quantized.make_cache())
+    hidden = drafter(block, context, drafter.make_cache())
+    assert distance(hidden, expected) < 1e-4  # on a CPU, a loaded drafter computes in floats
+    assert decisions(path)["quantization"][1] == "quantization"
     with pytest.raises(SettingsError, match="quantized already"):
         dm.load_drafter(path, bits=4)

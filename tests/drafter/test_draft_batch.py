@@ -1,4 +1,4 @@
-"""One pass of a network for many requests: each drafts what it would alone."""
+"""One pass of a network drafts for many requests: each gets the drafts it would get alone."""
 
 import random
 from contextlib import suppress
@@ -15,9 +15,9 @@ from dflash_mlx.drafter.batched_drafts import BlockDraft, draft_batch
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
 
-OWN = (EMBEDDING, HEAD)
-LATE = {"sample_from_anchor": False}
-NARROW = {"draft_vocab_size": test_dspark.DRAFTED}
+OWN_EMBEDDING_AND_HEAD = (EMBEDDING, HEAD)
+SECOND_ROW_DRAFTS_FIRST = {"sample_from_anchor": False}
+REDUCED_VOCABULARY = {"draft_vocab_size": test_dspark.DRAFTED}
 
 
 def dflash(**fields):
@@ -28,7 +28,7 @@ def dflash2(**fields):
     return test_dflash2.build(test_dflash2.raw_config(**fields))
 
 
-def dspark(parts=OWN, **fields):
+def dspark(parts=OWN_EMBEDDING_AND_HEAD, **fields):
     return test_dspark.build(test_dspark.raw_config(**fields), parts)
 
 
@@ -42,140 +42,172 @@ KINDS = {
         markov_head_type="gated", is_causal=False, **SLIDING
     ),
     "rnn, few tokens, sinks": lambda: dspark(
-        markov_head_type="rnn", attention_sink_bias=True, **NARROW, **LATE
+        markov_head_type="rnn",
+        attention_sink_bias=True,
+        **REDUCED_VOCABULARY,
+        **SECOND_ROW_DRAFTS_FIRST,
     ),
-    "a mask's own embedding": lambda: dspark((*OWN, MASK)),
+    "a mask embedding": lambda: dspark((*OWN_EMBEDDING_AND_HEAD, MASK)),
     "narrow taps": lambda: dspark(
-        (*OWN, ADAPTER),
+        (*OWN_EMBEDDING_AND_HEAD, ADAPTER),
         architectures=["DFlashDraftModel"],
         target_hidden_size=20,
         markov_rank=0,
         dflash_config={"causal_head": True},
     ),
 }
-SETTINGS = [
-    *({}, {"temperature": 0.8, "seed": 1}, {"logit_bias": {5: 2.0}}),
-    *({"temperature": 1.3, "seed": 2}, {"repetition_penalty": 1.5}),
+SETTINGS = [  # one request for each
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"logit_bias": {5: 2.0}},
+    {"temperature": 1.3, "seed": 2},
+    {"repetition_penalty": 1.5},
 ]
 
 
-class Drafting:
-    """Requests of one network, each with a twin that drafts alone."""
+class BatchAndSingles:
+    """Drafting sessions of one network's requests, each with a twin that drafts alone."""
 
     def __init__(self, kind: str) -> None:
         mx.random.seed(4)
         self.network = KINDS[kind]()
         self.random = random.Random(0)
-        self.heads: list[tuple[int, ...]] = []  # the shapes of what the head was called with
+        self.head_inputs: list[tuple[int, ...]] = []  # the shape of each call's hidden states
         config = self.network.config
         self.width = len(config.target_layer_ids) * config.target_hidden_size
-        parts = test_dflash2.make_target(test_dflash2.SHAPE)
-        self.target = SimpleNamespace(
-            **{**vars(parts), "hidden_size": config.target_hidden_size}, head_of=parts.head
-        )
-        self.target.head = self._head
-        logits = self.network.logits
-        self.network.logits = lambda *inputs: self.heads.append(inputs[0].shape) or logits(*inputs)
-        self.together, self.alone = (
-            [
-                self.network.start(self.target, Sampler(RequestSettings(**settings), [1, 2, 3]))
-                for settings in SETTINGS
-            ]
-            for _ in range(2)
-        )
+        self.target = test_dflash2.make_target(test_dflash2.SHAPE)
+        self.target.hidden_size = config.target_hidden_size
+        original_logits = self.network.logits
 
-    def _head(self, hidden):
-        return self.target.head_of(hidden)
+        def logits(hidden, target):
+            self.head_inputs.append(hidden.shape)
+            return original_logits(hidden, target)
+
+        self.network.logits = logits
+        self.together = self._start_sessions()
+        self.alone = self._start_sessions()
+
+    def _start_sessions(self) -> list:
+        return [
+            self.network.start(self.target, Sampler(RequestSettings(**settings), [1, 2, 3]))
+            for settings in SETTINGS
+        ]
 
     def extend(self) -> None:
-        """Features of a few tokens for each, of none for some."""
+        """Give each session and its twin the features of 0 to 11 new tokens."""
         for shared, single in zip(self.together, self.alone, strict=True):
             taps = mx.random.normal((1, self.random.choice((0, 1, 4, 11)), self.width))
             shared.extend(taps)
             single.extend(taps)
 
     def check_contexts(self) -> None:
+        """A session's cache is its twin's."""
         for shared, single in zip(self.together, self.alone, strict=True):
             assert shared.position == single.position
-            for ours, theirs in zip(shared.cache, single.cache, strict=True):
-                assert all(map(same, (ours.keys, ours.values), (theirs.keys, theirs.values)))
-                assert ours.offset == theirs.offset
+            for actual, expected in zip(shared.cache, single.cache, strict=True):
+                assert same(actual.keys, expected.keys)
+                assert same(actual.values, expected.values)
+                assert actual.offset == expected.offset
 
 
 def tokens(proposal) -> list[int]:
     return mx.array(proposal.tokens).tolist()
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_alone(kind, trees):
-    """Of any widths, one row among them, and with the text going on as it did not expect."""
-    drafting = Drafting(kind)
-    rows = [4, 9, 16, 2, 6] if trees else [None] * 5
+def test_chains_of_a_batch_are_those_drafted_alone(kind):
+    """Of random widths, one token among them, and though the text continues differently."""
+    batch = BatchAndSingles(kind)
     widths = [6, 2, 4, 5, 40]
     for _ in range(3):
-        drafting.extend()
-        anchors = [drafting.random.randrange(60) for _ in SETTINGS]
-        drafting.heads.clear()
-        drafts = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths, rows)))
-        assert len(drafting.heads) == 1, "the head is read once"
+        batch.extend()
+        anchors = [batch.random.randrange(60) for _ in SETTINGS]
+        batch.head_inputs.clear()
+        drafts = draft_batch(list(map(BlockDraft, batch.together, anchors, widths)))
+        assert len(batch.head_inputs) == 1, "the head's weights are read once"
         for index, proposal in enumerate(drafts):
-            alone = drafting.alone[index]
-            if trees:
-                other = alone.propose_tree(anchors[index], rows[index], widths[index]).propose(
-                    rows[index]
-                )
-                proposal = proposal.propose(rows[index])
-                assert proposal.parents == other.parents
-                assert proposal.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-            else:
-                other = alone.propose(anchors[index], widths[index])
-                for session in (drafting.together[index], alone):
-                    session.sampler.commit([3, 1])
-            assert tokens(proposal) == tokens(other), f"request {index}"
-        drafting.check_contexts()
-        widths = [drafting.random.choice((2, 3, 6, 40) if trees else (1, 2, 3, 6)) for _ in widths]
-        widths[drafting.random.randrange(5)] = 5
+            expected = batch.alone[index].propose(anchors[index], widths[index])
+            for session in (batch.together[index], batch.alone[index]):
+                session.sampler.commit([3, 1])  # tokens that were not drafted
+            assert tokens(proposal) == tokens(expected), f"request {index}"
+        batch.check_contexts()
+        widths = [batch.random.choice((1, 2, 3, 6)) for _ in widths]
+        widths[batch.random.randrange(5)] = 5
 
 
-def test_who_has_no_network_of_ours_proposes_alone():
-    """A drafter of somebody's own, a network's only session: each in its place."""
-    drafting = Drafting("dflash2")
-    other = Drafting("dspark")
-    drafting.extend()
-    foreign = SimpleNamespace(propose=lambda anchor, width: ("own", anchor, width))
-    first, second = drafting.together[:2]
-    sessions = [foreign, first, other.together[0], second]
-    drafts = draft_batch(list(map(BlockDraft, sessions, [9, 8, 7, 6], [4] * 4)))
-    assert drafts[0] == ("own", 9, 4)
-    assert [tokens(drafts[index])[0] for index in (1, 2, 3)] == [8, 7, 6]
-    assert len(drafting.heads) == len(other.heads) == 1
-    expected = [drafting.alone[0].propose(8, 4), drafting.alone[1].propose(6, 4)]
-    assert [tokens(drafts[index]) for index in (1, 3)] == list(map(tokens, expected))
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_a_batch_are_those_drafted_alone(kind):
+    batch = BatchAndSingles(kind)
+    rows = [4, 9, 16, 2, 6]
+    widths = [6, 2, 4, 5, 40]
+    for _ in range(3):
+        batch.extend()
+        anchors = [batch.random.randrange(60) for _ in SETTINGS]
+        batch.head_inputs.clear()
+        drafts = draft_batch(list(map(BlockDraft, batch.together, anchors, widths, rows)))
+        assert len(batch.head_inputs) == 1, "the head's weights are read once"
+        for index, tree in enumerate(drafts):
+            expected_tree = batch.alone[index].propose_tree(
+                anchors[index], rows[index], widths[index]
+            )
+            proposal = tree.propose(rows[index])
+            expected = expected_tree.propose(rows[index])
+            assert proposal.parents == expected.parents
+            assert proposal.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+            assert tokens(proposal) == tokens(expected), f"request {index}"
+        batch.check_contexts()
+        widths = [batch.random.choice((2, 3, 6, 40)) for _ in widths]
+        widths[batch.random.randrange(5)] = 5
+
+
+def test_drafts_keep_their_order_where_requests_have_different_drafters():
+    """Two sessions of one network, one of another network, and one of a user's own drafter."""
+    batch = BatchAndSingles("dflash2")
+    other = BatchAndSingles("dspark")
+    batch.extend()
+    users_session = SimpleNamespace(propose=lambda anchor, width: ("user's", anchor, width))
+    sessions = [users_session, batch.together[0], other.together[0], batch.together[1]]
+    anchors = [9, 8, 7, 6]
+    drafts = draft_batch([BlockDraft(*each, 4) for each in zip(sessions, anchors, strict=True)])
+    assert drafts[0] == ("user's", 9, 4)
+    assert [tokens(draft)[0] for draft in drafts[1:]] == [8, 7, 6]
+    assert len(batch.head_inputs) == len(other.head_inputs) == 1
+    assert tokens(drafts[1]) == tokens(batch.alone[0].propose(8, 4))
+    assert tokens(drafts[3]) == tokens(batch.alone[1].propose(6, 4))
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
-def test_an_error_of_one_is_its_own(kind):
-    """Of its processor, or of a drafter of its own; the others draft what they would alone."""
-    drafting = Drafting(kind)
-    drafting.extend()
+def test_an_error_of_one_request_leaves_the_drafts_of_others(kind):
+    """Whether its logits processor fails or its drafter; without a guard the error is raised."""
+    batch = BatchAndSingles(kind)
+    batch.extend()
 
-    def fails(*_):
+    def fail(*_):
         raise ZeroDivisionError
 
-    careless = RequestSettings(logits_processors=[fails])
-    bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
-    failing = SimpleNamespace(propose=fails, propose_tree=fails)
-    sessions = [drafting.together[0], bad, failing, drafting.together[2]]
+    settings = RequestSettings(logits_processors=[fail])
+    with_failing_processor = batch.network.start(batch.target, Sampler(settings, [1]))
+    failing_drafter = SimpleNamespace(propose=fail, propose_tree=fail)
+    sessions = [
+        batch.together[0],
+        with_failing_processor,
+        failing_drafter,
+        batch.together[2],
+    ]
     guard = suppress(ZeroDivisionError)
-    for round_ in range(2):
-        drafts = draft_batch([BlockDraft(session, 7, 5, None, guard) for session in sessions])
-        assert drafts[1] is drafts[2] is None
-        for index, twin in ((0, 0), (3, 2)):
-            assert tokens(drafts[index]) == tokens(drafting.alone[twin].propose(7, 5))
-        trees = draft_batch([BlockDraft(session, 7, 5, 6, guard) for session in sessions])
-        assert trees[1] is trees[2] is None and trees[0] and trees[3], round_
-        for twin in (0, 2):
-            drafting.alone[twin].propose_tree(7, 6, 5)
+    for _ in range(2):
+        chains = draft_batch(
+            [BlockDraft(session, 7, 5, tree_rows=None, guard=guard) for session in sessions]
+        )
+        assert chains[1] is chains[2] is None
+        assert tokens(chains[0]) == tokens(batch.alone[0].propose(7, 5))
+        assert tokens(chains[3]) == tokens(batch.alone[2].propose(7, 5))
+        trees = draft_batch(
+            [BlockDraft(session, 7, 5, tree_rows=6, guard=guard) for session in sessions]
+        )
+        assert trees[1] is trees[2] is None
+        assert trees[0] and trees[3]
+        for index in (0, 2):
+            batch.alone[index].propose_tree(7, 6, 5)
     with pytest.raises(ZeroDivisionError):
         draft_batch([BlockDraft(session, 7, 5) for session in sessions])

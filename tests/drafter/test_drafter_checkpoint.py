@@ -1,4 +1,4 @@
-"""What a drafter's tensors decide: names of every packaging, copies that are dropped, bad ids."""
+"""A drafter's checkpoint: names of tensors, checks, and copies of the target's that are dropped."""
 
 import json
 
@@ -30,19 +30,23 @@ def save(folder, config, weights):
     return folder
 
 
-def tensors(drafter, rename=lambda name: name):
-    return {rename(name): value for name, value in tree_flatten(drafter.parameters())}
+def tensors(drafter):
+    return dict(tree_flatten(drafter.parameters()))
 
 
-def decided(folder):
+def decisions(folder):
+    """What inspecting a drafter's folder says: (value, source) by field."""
     return {item.field: (item.value, item.source) for item in inspect_drafter(folder)}
 
 
-def test_early_specforge_files_prefix_their_heads(tmp_path):
-    """Confidence heads are not read."""
+def test_heads_of_early_specforge_files_are_read_without_their_prefix(tmp_path):
+    """Their confidence heads are ignored."""
     config = raw_config(enable_confidence_head=True)
     drafter = build(config, ())
-    stored = tensors(drafter, lambda name: name.replace("markov_head", "logit_head.markov_head"))
+    stored = {
+        name.replace("markov_head", "logit_head.markov_head"): value
+        for name, value in tensors(drafter).items()
+    }
     stored["logit_head.confidence_head.proj.weight"] = mx.zeros((1, 40))
     loaded = tensors(read_drafter(Folder(save(tmp_path, config, stored))))
     assert loaded.keys() == tensors(drafter).keys()
@@ -51,15 +55,16 @@ def test_early_specforge_files_prefix_their_heads(tmp_path):
 def test_inspecting_shows_masks_and_unused_keys(tmp_path):
     config = raw_config(num_anchors=512)
     save(tmp_path, config, tensors(build(config, (MASK,))))
-    said = decided(tmp_path)
-    assert said["network"] == ("DSpark", "architectures")
-    assert said["masks"] == ("its own embedding", f"tensor {MASK}")
-    assert said["num_anchors"][0] == 512
-    assert said["first_row"] == (0, "default of specforge")
+    inspected = decisions(tmp_path)
+    assert inspected["network"] == ("DSpark", "architectures")
+    assert inspected["masks"] == ("its own embedding", f"tensor {MASK}")
+    assert inspected["num_anchors"][0] == 512
+    assert inspected["first_row"] == (0, "default of specforge")
 
 
 @pytest.mark.parametrize("offsets", [[0, -1, 0], [0, 0, 10**6], [-5, 0, 0]], ids=str)
-def test_ids_that_are_no_tokens_are_refused(tmp_path, offsets):
+def test_a_reduced_vocabulary_with_invalid_token_ids_is_refused(tmp_path, offsets):
+    """Tensor d2t holds the offset of each draft id to the target's: no duplicate, none outside."""
     config = raw_config(draft_vocab_size=3)
     stored = tensors(build(raw_config(draft_vocab_size=23)))
     for name, value in stored.items():
@@ -70,7 +75,7 @@ def test_ids_that_are_no_tokens_are_refused(tmp_path, offsets):
         read_drafter(Folder(save(tmp_path, config, stored)))
 
 
-def test_a_reduced_vocabulary_needs_a_head_of_its_own(tmp_path):
+def test_a_reduced_vocabulary_without_a_head_in_the_checkpoint_is_refused(tmp_path):
     config = raw_config(draft_vocab_size=23)
     stored = tensors(build(config))
     del stored["lm_head.weight"]
@@ -78,7 +83,8 @@ def test_a_reduced_vocabulary_needs_a_head_of_its_own(tmp_path):
         read_drafter(Folder(save(tmp_path, config, stored)))
 
 
-def test_weights_of_another_quantization_are_refused_by_name(tmp_path):
+def test_an_unsupported_quantization_is_an_error_only_if_the_weights_have_it(tmp_path):
+    """Plain weights load with a warning that the config says something else."""
     config = raw_config(quantization_config={"quant_algo": "NVFP4"})
     stored = tensors(build(raw_config()))
     save(tmp_path, config, stored)
@@ -114,11 +120,12 @@ def test_a_head_that_differs_in_one_token_stays():
     assert drop_copies(drafter, model) == []
 
 
-def test_a_depth_that_is_one_off_warns_and_more_is_an_error():
+def test_a_target_with_one_layer_less_warns_and_with_two_is_refused():
+    """Some published files are off by one."""
     model = target()
     drafter = build(raw_config(**FIT | {"num_target_layers": 4}))
     with pytest.warns(UserWarning, match="num_target_layers is 4, this target has 3"):
         drafter.start(model)
-    other = build(raw_config(**FIT | {"num_target_layers": 5}))
+    two_off = build(raw_config(**FIT | {"num_target_layers": 5}))
     with pytest.raises(IncompatibleDrafterError, match="num_target_layers is 5"):
-        other.start(model)
+        two_off.start(model)

@@ -1,4 +1,4 @@
-"""DSpark, and what all drafters share with it, against a slow implementation in float64."""
+"""DSpark, and the parts that all drafters share with it, against a slow float64 reference."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
 
 VOCABULARY = SHAPE["vocab_size"]
-DRAFTED = 23
+DRAFTED = 23  # the size of a reduced vocabulary
 CONTEXT = 40
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
 
 
 def raw_config(**fields):
-    """A DSpark config.json as SpecForge writes them, with the anchor's row drafting."""
+    """A DSpark config.json as SpecForge writes it, in which the anchor's row drafts a token."""
     return {
         "architectures": ["DSparkDraftModel"],
         **SHAPE,
@@ -36,12 +36,15 @@ def raw_config(**fields):
 
 
 def build(config, parts=(EMBEDDING, HEAD)):
-    """A drafter with random weights; with a reduced vocabulary, one of scattered tokens."""
+    """A drafter with random weights, whose checkpoint has an embedding and a head."""
     return test_dflash2.build(config, parts=parts)
 
 
-def expected(drafter, taps, anchor, rows):
-    """What the reference makes of a block: hidden states, and those of the rows that draft."""
+def reference_of(drafter, taps, anchor, rows):
+    """A drafter's config and weights for the reference, and the reference's hidden states.
+
+    The hidden states are those of a block's rows, and those of the rows that draft a token.
+    """
     config = dataclasses.asdict(drafter.config)
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
     block = np.asarray(weights["embed_tokens.weight"])[[anchor, *[2] * (rows - 1)]]
@@ -84,77 +87,83 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_against_the_slow_reference(fields):
+def test_hidden_states_logits_and_greedy_tokens_equal_the_references(fields):
     drafter = build(raw_config(**fields))
     config = drafter.config
     taps = mx.random.normal((1, CONTEXT, len(config.target_layer_ids) * config.hidden_size))
     cache = drafter.make_cache()
-    fed = 0
-    for upto, anchor in [(0, 5), (1, 9), (20, 60), (CONTEXT, 11)]:
+    start = 0
+    for end, anchor in [(0, 5), (1, 9), (20, 60), (CONTEXT, 11)]:
         rows = config.block_size
         block = drafter.embed(mx.array([[anchor, *[2] * (rows - 1)]]), None)
-        hidden = drafter(block, taps[:, fed:upto], cache)
-        fed = upto
-        raw, weights, whole, drafting = expected(drafter, taps[:, :upto], anchor, rows)
-        assert distance(hidden[0], whole) < 1e-4
+        hidden = drafter(block, taps[:, start:end], cache)
+        start = end
+        fields, weights, all_rows, draft_rows = reference_of(drafter, taps[:, :end], anchor, rows)
+        assert distance(hidden[0], all_rows) < 1e-4
         logits = drafter.logits(hidden, None)[0, config.first_row :]
-        base = reference.base_logits(raw, weights, drafting)
-        assert distance(logits, base) < 1e-3
-        tokens, expected_logits = reference.markov_walk(raw, weights, drafting, base, anchor)
-        given = hidden[0, config.first_row :]
-        walked = drafter.choose(
-            [DraftScores(drafter.to_full_vocab(logits), 1.0, given, mx.array(anchor))]
-        )[0]
-        assert walked.tolist() == tokens
+        base_logits = reference.base_logits(fields, weights, draft_rows)
+        assert distance(logits, base_logits) < 1e-3
+        tokens, expected_logits = reference.markov_walk(
+            fields, weights, draft_rows, base_logits, anchor
+        )
+        draft_hidden = hidden[0, config.first_row :]
+        scores = drafter.to_full_vocab(logits)
+        [chosen] = drafter.choose([DraftScores(scores, 1.0, draft_hidden, mx.array(anchor))])
+        assert chosen.tolist() == tokens
         previous = mx.array([anchor, *tokens[:-1]])
-        assert distance(corrected(drafter, logits, given, previous), expected_logits) < 1e-3
+        assert distance(corrected(drafter, logits, draft_hidden, previous), expected_logits) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_requests_are_walked_together_as_they_are_alone(kind):
-    """With the noise of the target's choices in the scores, as drafts above temperature 0 have."""
+def test_tokens_chosen_for_several_requests_are_those_of_the_reference_for_each(kind):
+    """At temperatures above 0, where the scores include the noise of the target's choices."""
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=DRAFTED))
     hidden = mx.random.normal((5, 32))
     anchor = mx.array(7)
     logits = drafter.logits(hidden[None], None)[0]
     noise = mx.random.gumbel((5, VOCABULARY))
     temperatures = [0.4, 0.8, 2.0]
-    scores = [drafter.to_full_vocab(logits / t) + noise for t in temperatures]
-    pairs = zip(scores, temperatures, strict=True)
-    together = drafter.choose([DraftScores(row, 1 / t, hidden, anchor) for row, t in pairs])
+    requests = []
+    for temperature in temperatures:
+        scores = drafter.to_full_vocab(logits / temperature) + noise
+        requests.append(DraftScores(scores, 1 / temperature, hidden, anchor))
+    together = drafter.choose(requests)
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
     config = dataclasses.asdict(drafter.config)
-    for t, tokens in zip(temperatures, together, strict=True):
-        draft_noise = np.array(drafter.to_draft_vocab(noise))
-        alone = reference.markov_walk(
-            config, weights, np.array(hidden), np.array(logits), 7, draft_noise, t
+    draft_noise = np.array(drafter.to_draft_vocab(noise))
+    for temperature, tokens in zip(temperatures, together, strict=True):
+        expected, _ = reference.markov_walk(
+            config,
+            weights,
+            np.array(hidden),
+            np.array(logits),
+            7,
+            draft_noise,
+            temperature,
         )
-        assert tokens.tolist() == alone[0]
-
-
-def slots_of(drafter, hidden, sampler=None):
-    logits = drafter.to_full_vocab(drafter.logits(hidden, None)[0])
-    scores, weight = (sampler or Sampler()).draft_scores(logits)
-    return DraftScores(scores, weight, hidden[0], mx.array(7))
+        assert tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("drafted", [VOCABULARY, DRAFTED])
-def test_the_favourites_of_a_tree_are_the_walk(kind, drafted, temperature):
+def test_the_top_candidates_of_a_tree_are_the_greedy_chain(kind, drafted, temperature):
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=drafted))
     sampler = Sampler(RequestSettings(temperature=temperature, seed=3), [1, 2, 3])
-    slots = slots_of(drafter, mx.random.normal((1, 4, 32)), sampler)
-    tokens, log_probs = drafter.candidates(slots, 12)
+    hidden = mx.random.normal((1, 4, 32))
+    logits = drafter.to_full_vocab(drafter.logits(hidden, None)[0])
+    scores, weight = sampler.draft_scores(logits)
+    draft_scores = DraftScores(scores, weight, hidden[0], mx.array(7))
+    tokens, log_probs = drafter.candidates(draft_scores, 12)
     assert tokens.shape == (4, 12) and log_probs.shape == (4, 1, 12)
     assert mx.all(mx.exp(log_probs).sum(axis=-1) < 1 + 1e-4)
     if temperature == 0:
-        [walked] = drafter.choose([slots])
+        [chosen] = drafter.choose([draft_scores])
         best = log_probs[:, 0].argmax(axis=-1)
-        assert mx.array_equal(mx.take_along_axis(tokens, best[:, None], axis=-1)[:, 0], walked)
+        assert mx.array_equal(mx.take_along_axis(tokens, best[:, None], axis=-1)[:, 0], chosen)
 
 
-def test_a_mask_embedding_stands_in_for_the_mask_token():
+def test_a_mask_embedding_replaces_that_of_the_mask_token():
     drafter = build(raw_config(), (EMBEDDING, HEAD, MASK))
     block = drafter.embed(mx.array([[5, 2, 2]]), None)[0]
     assert mx.array_equal(block[0], drafter.embed_tokens.weight[5])
@@ -163,8 +172,8 @@ def test_a_mask_embedding_stands_in_for_the_mask_token():
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_taps_of_another_width(adapter):
-    """With an adapter each tap is projected first; without, the fusion itself is that wide."""
+def test_taps_of_another_width_give_the_references_hidden_states(adapter):
+    """An adapter projects each tap first; without one, the fusion layer takes the wider taps."""
     fields = {"architectures": ["DFlashDraftModel"], "target_hidden_size": 20, "markov_rank": 0}
     nested = {"causal_head": True}
     parts = (EMBEDDING, HEAD, ADAPTER) if adapter else (EMBEDDING, HEAD)
@@ -172,4 +181,5 @@ def test_taps_of_another_width(adapter):
     taps = mx.random.normal((1, 11, 2 * 20))
     block = drafter.embed(mx.array([[5, *[2] * 5]]), None)
     hidden = drafter(block, taps, drafter.make_cache())
-    assert distance(hidden[0], expected(drafter, taps, 5, 6)[2]) < 1e-4
+    _, _, all_rows, _ = reference_of(drafter, taps, anchor=5, rows=6)
+    assert distance(hidden[0], all_rows) < 1e-4

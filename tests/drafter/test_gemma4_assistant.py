@@ -1,4 +1,4 @@
-"""Gemma 4's assistants, which read the target's keys, and drafters with its layers."""
+"""Gemma 4's assistants, which attend to the target's keys, and drafters with Gemma 4's layers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from dflash_mlx.subclassing import override
 # - Rows of keys: vLLM n; transformers n + 1, which after a rejection has a rejected token's row.
 
 F = np.float32
-ROPE = {  # transformers' defaults: theta, and the share of the pairs that turn
+ROPE = {  # transformers' defaults: theta, and the share of the dimensions that are rotated
     "sliding_attention": (10_000.0, 1.0),
     "full_attention": (1_000_000.0, 0.25),
 }
@@ -47,7 +47,10 @@ def gelu(x):
 
 
 class Oracle:
-    """Weights by their published names, the config, and the target's embedding, unscaled."""
+    """An assistant: weights by their published names, its config, the target's unscaled embedding.
+
+    `swapped` plants a mistake: the input is [hidden, embedding], not [embedding, hidden].
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Oracle:
         config: Mapping[str, Any],
         embedding: np.ndarray,
         *,
-        swapped: bool = False,  # a planted mistake: [hidden, embedding]
+        swapped: bool = False,
     ) -> None:
         self.w = weights
         self.config = config
@@ -72,9 +75,11 @@ class Oracle:
         kind = self.text["layer_types"][index]
         keys, values = shared[kind]
         if kind == "sliding_attention":
-            keys, values = (each[:, -self.text["sliding_window"] :] for each in (keys, values))
+            window = self.text["sliding_window"]
+            keys = keys[:, -window:]
+            values = values[:, -window:]
         heads = self.text["num_attention_heads"]
-        (theta, share) = ROPE[kind]
+        theta, share = ROPE[kind]
         queries = self.w[f"{name}self_attn.q_proj.weight"] @ self.norm(f"{name}input_layernorm", x)
         queries = self.norm(f"{name}self_attn.q_norm", queries.reshape(1, heads, -1))
         half = queries.shape[-1] // 2
@@ -82,14 +87,15 @@ class Oracle:
             np.arange(half) < share * half, theta ** (-np.arange(half) / half), 0
         )
         queries = rotate(queries, [position], frequencies)
-        keys, values = (each.transpose(1, 0, 2) for each in (keys, values))
+        keys = keys.transpose(1, 0, 2)
+        values = values.transpose(1, 0, 2)
         out = attend(queries, keys, values, True, 1.0)[0]
         out = self.w[f"{name}self_attn.o_proj.weight"] @ out
         x = x + self.norm(f"{name}post_attention_layernorm", out)
         out = self.norm(f"{name}pre_feedforward_layernorm", x)
-        gate, up, down = (
-            self.w[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
-        )
+        gate = self.w[f"{name}mlp.gate_proj.weight"]
+        up = self.w[f"{name}mlp.up_proj.weight"]
+        down = self.w[f"{name}mlp.down_proj.weight"]
         out = down @ (gelu(gate @ out) * (up @ out))
         x = x + self.norm(f"{name}post_feedforward_layernorm", out)
         return x * self.w[f"{name}layer_scalar"]
@@ -113,7 +119,10 @@ class Oracle:
         count: int,
         position: int,
     ) -> tuple[list[int], np.ndarray]:
-        """Greedy drafts and their logits [count, V]; keys and values are [KV, S, dim] by kind."""
+        """Greedy drafts and their logits [count, V].
+
+        `shared` holds the target's keys and values [KV, S, dim] by kind of layer.
+        """
         drafts = [anchor]
         rows = []
         for _ in range(count):
@@ -129,28 +138,35 @@ class Oracle:
         return drafts[1:], np.stack(rows)
 
 
-def read(target, tokens):
-    """The hidden state, keys and values after these tokens, from mlx-lm's forward and its cache."""
+def hidden_and_keys(target, tokens):
+    """The last hidden state of `tokens`, and keys and values by kind of layer, from mlx-lm."""
     model = target.model.language_model
     caches = model.make_cache()
     kinds = model.args.layer_types
     hidden = model.model(mx.array([tokens]), cache=caches)[:, -1:]
-    kept = {}
+    shared = {}
     last_layers = {kind: index for index, kind in enumerate(kinds[: len(caches)])}
     for kind, last in last_layers.items():
-        rows = caches[last].keys, caches[last].values
+        cache = caches[last]
         if kind == "full_attention":
-            kept[kind] = tuple(x[:, :, : len(tokens)] for x in rows)
-        else:
-            kept[kind] = tuple(caches[last]._temporal_order(x)[:, :, -32:] for x in rows)
-    return hidden, kept
+            keys = cache.keys[:, :, : len(tokens)]
+            values = cache.values[:, :, : len(tokens)]
+        else:  # the window's 32 rows, from a ring buffer
+            keys = cache._temporal_order(cache.keys)[:, :, -32:]
+            values = cache._temporal_order(cache.values)[:, :, -32:]
+        shared[kind] = [np.array(keys[0]), np.array(values[0])]
+    return hidden, shared
 
 
-PAIRS = [("gemma4_dense", {}), ("gemma4_E4B-like", ORDERED)]  # as they are published
+# The published combinations of a target and changes to its assistant's config.
+PAIRS = [("gemma4_dense", {}), ("gemma4_E4B-like", ORDERED)]
 
 
-def steps(target, assistant, count):
-    """Drafts and logits after a prompt beyond the window, and after steps that kept some rows."""
+def draft_steps(target, assistant, count):
+    """Yields texts, and our drafts and logits after them.
+
+    After a prompt longer than the window, and after steps that committed some of their rows.
+    """
     prompt = random_prompt(40, 2)
     session = target.start(assistant.tap_layers)
     drafting = assistant.start(target)
@@ -159,8 +175,8 @@ def steps(target, assistant, count):
         drafting.extend(taps, tokens=prompt[done : done + taps.shape[1]])
     text = list(prompt)
     for new in ([7, 9], [3], [4, 5, 6]):
-        slots = drafting.draft(text[-1], count + 1)
-        yield list(text), slots.tokens.tolist(), np.array(slots.scores)
+        draft = drafting.draft(text[-1], count + 1)
+        yield list(text), draft.tokens.tolist(), np.array(draft.scores)
         _, taps = session.verify(dm.Proposal([text[-1], *new, 1, 2]))
         kept = list(range(len(new)))
         session.commit(kept)
@@ -168,35 +184,47 @@ def steps(target, assistant, count):
         text += new
 
 
-def oracles(target, assistant, changes, text, shift=0, **mistake):
-    """The oracle's drafts and logits after a text."""
-    weights = {name: np.array(x) for name, x in tree_flatten(assistant.parameters())}
-    table = np.array(target.model.language_model.model.embed_tokens.weight)
-    hidden, kept = read(target, text[:-1])
-    shared = {kind: [np.array(x[0]) for x in rows] for kind, rows in kept.items()}
-    author = Oracle(weights, ASSISTANT | changes, table, **mistake)
-    return author.draft(text[-1], np.array(hidden[0, 0]), shared, 5, len(text) - 2 + shift)
+def oracle_draft(target, assistant, changes, text, *, shift=0, swapped=False):
+    """The oracle's drafts and logits after a text.
+
+    `shift` and `swapped` plant mistakes: queries at a later position, or a swapped input.
+    """
+    weights = {name: np.array(value) for name, value in tree_flatten(assistant.parameters())}
+    embedding = np.array(target.model.language_model.model.embed_tokens.weight)
+    hidden, shared = hidden_and_keys(target, text[:-1])
+    oracle = Oracle(weights, ASSISTANT | changes, embedding, swapped=swapped)
+    return oracle.draft(
+        anchor=text[-1],
+        hidden=np.array(hidden[0, 0]),
+        shared=shared,
+        count=5,
+        position=len(text) - 2 + shift,
+    )
 
 
 @pytest.mark.parametrize(("name", "changes"), PAIRS)
-def test_logits_are_the_oracles(name, changes):
+def test_drafts_and_logits_are_the_oracles(name, changes):
     target, assistant = pair(name, **changes)
-    for text, drafts, logits in steps(target, assistant, 5):
-        actual, expected = oracles(target, assistant, changes, text)
-        assert drafts == actual and logits.dtype == np.float32
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    for text, drafts, logits in draft_steps(target, assistant, 5):
+        expected_drafts, expected_logits = oracle_draft(target, assistant, changes, text)
+        assert drafts == expected_drafts and logits.dtype == np.float32
+        np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("mistake", [{"swapped": True}, {"shift": 1}])
-def test_a_mistake_would_change_the_drafts(mistake):
+def test_a_mistake_in_the_oracle_would_change_its_drafts(mistake):
+    """A control of the test above: the drafts depend on the order of inputs and on positions."""
     target, assistant = pair("gemma4_dense")
-    actual = list(steps(target, assistant, 5))
-    wrong = [oracles(target, assistant, {}, text, **mistake)[0] for text, *_ in actual]
-    assert wrong != [drafts for _, drafts, _ in actual]
+    drafts = []
+    mistaken_drafts = []
+    for text, tokens, _ in draft_steps(target, assistant, 5):
+        drafts.append(tokens)
+        mistaken_drafts.append(oracle_draft(target, assistant, {}, text, **mistake)[0])
+    assert mistaken_drafts != drafts
 
 
-def test_a_draft_is_made_while_another_thread_verifies_a_tree():
-    """It calls the target's layers, which turn the other thread's rows by their depths."""
+def test_a_draft_is_right_while_another_thread_verifies_a_tree():
+    """Both call the target's layers, but only that thread's rows are rotated by a tree's depths."""
     target, assistant = pair("gemma4_dense")
     prompt = random_prompt(40, 2)
     inside = Event()
@@ -217,15 +245,16 @@ def test_a_draft_is_made_while_another_thread_verifies_a_tree():
         return call
 
     override(target.layers[0], waiting)
-    other = Thread(target=lambda: target.start().verify(dm.Proposal([1, 2, 3], (-1, 0, 0))))
-    other.start()
+    tree = dm.Proposal([1, 2, 3], (-1, 0, 0))
+    verifying = Thread(target=lambda: target.start().verify(tree))
+    verifying.start()
     inside.wait(60)
     assert sessions[1].draft(prompt[-1], 6).tokens.tolist() == expected
     leave.set()
-    other.join()
+    verifying.join()
 
 
-def test_files_are_read_by_their_published_names(tmp_path):
+def test_checkpoints_are_read_by_their_published_names(tmp_path):
     target, assistant = pair("gemma4_dense", **ORDERED)
     (tmp_path / "config.json").write_text(json.dumps(ASSISTANT | ORDERED))
     weights = dict(tree_flatten(assistant.parameters()))
@@ -249,23 +278,28 @@ def test_files_are_read_by_their_published_names(tmp_path):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_layer_is_the_targets_full_attention_layer(shared):
+def test_a_drafters_layer_computes_what_mlx_lms_full_attention_layer_does(shared):
+    """Whether keys and values share a projection or not."""
     _, drafter = gemma4(**DSPARK, attention_k_eq_v=shared)
     ours = drafter.layers[1]
     config = {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     arguments = gemma4_text.ModelArgs.from_dict(config | {"attention_k_eq_v": shared})
     theirs = gemma4_text.DecoderLayer(arguments, 1)
     theirs.load_weights(tree_flatten(ours.parameters()), strict=False)
-    assert {n for n, _ in tree_flatten(theirs.parameters())} <= {
-        n for n, _ in tree_flatten(ours.parameters())
-    }
+    assert (
+        dict(tree_flatten(theirs.parameters())).keys()
+        <= dict(tree_flatten(ours.parameters())).keys()
+    )
     x = mx.random.normal((1, 9, 64))
     expected = theirs(x, mask=create_attention_mask(x, None), cache=KVCache())[0]
     attention = ours.self_attn
     attention.causal = True
-    output = ours(
-        x, lambda h: attention.attend(attention.queries(h, 0), *attention.keys_values(h, 0))
-    )
+
+    def attend(hidden):
+        keys, values = attention.keys_values(hidden, 0)
+        return attention.attend(attention.queries(hidden, 0), keys, values)
+
+    output = ours(x, attend)
     assert mx.abs(output - expected).max() < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""LiLiCorr: its head against NVIDIA's own reference scores, and what its drafts read."""
+"""LiLiCorr: its head against the scores in NVIDIA's test, its checkpoints, and its drafts."""
 
 import json
 
@@ -13,11 +13,18 @@ from dflash_mlx.drafter.lilicorr import LatticeHead
 from dflash_mlx.loading.drafter_loader import read_drafter
 from dflash_mlx.loading.folder import Folder
 
-# Names in TensorRT-LLM's test, which draws each parameter from its own name -> published names.
-NAMED = {"feature_norm.": "feature_mlp.0.", "feature_mlp.up_proj.": "feature_mlp.1."}
-NAMED |= {"feature_mlp.down_proj.": "feature_mlp.3."}
-NAMED |= {f"layers.{n}.mlp.up_proj.": f"layers.{n}.mlp.0." for n in range(2)}
-NAMED |= {f"layers.{n}.mlp.down_proj.": f"layers.{n}.mlp.2." for n in range(2)}
+# Prefixes of parameters in TensorRT-LLM's test, and in published checkpoints. The test generates
+# each parameter's values from its name.
+PUBLISHED_PREFIXES = {
+    "feature_norm.": "feature_mlp.0.",
+    "feature_mlp.up_proj.": "feature_mlp.1.",
+    "feature_mlp.down_proj.": "feature_mlp.3.",
+    "layers.0.mlp.up_proj.": "layers.0.mlp.0.",
+    "layers.0.mlp.down_proj.": "layers.0.mlp.2.",
+    "layers.1.mlp.up_proj.": "layers.1.mlp.0.",
+    "layers.1.mlp.down_proj.": "layers.1.mlp.2.",
+}
+# The scores in that test: of the first position's candidates, and of pairs of candidates.
 START = [-2.00565147, -2.00631571, -2.01010752]
 PAIRS = [
     [
@@ -33,16 +40,17 @@ PAIRS = [
 ]
 
 
-def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
+def test_the_heads_scores_are_those_in_nvidias_test():
+    """Weights and inputs follow the formulas of that test, in TensorRT-LLM."""
     config = DraftConfig.from_dict(LILICORR)
     head = LatticeHead(config)
     weights = []
     for name, value in tree_flatten(head.parameters()):
-        theirs = name
-        for drawn, published in NAMED.items():
-            theirs = theirs.replace(published, drawn)
-        values = np.arange(value.size, dtype=np.float32).reshape(value.shape)
-        values = np.sin(values * 0.17 + sum(theirs.encode()) * 0.013) * 0.2
+        name_in_test = name
+        for prefix_in_test, published in PUBLISHED_PREFIXES.items():
+            name_in_test = name_in_test.replace(published, prefix_in_test)
+        indices = np.arange(value.size, dtype=np.float32).reshape(value.shape)
+        values = np.sin(indices * 0.17 + sum(name_in_test.encode()) * 0.013) * 0.2
         weights.append((name, mx.array(values.astype(np.float32))))
     head.update(tree_unflatten(weights))
     embeddings = mx.linspace(-1.2, 1.3, 512).reshape(16, 32)
@@ -55,7 +63,7 @@ def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
     assert np.abs(scores[1:] - np.array(PAIRS)).max() < 2e-5
 
 
-def test_files_are_read_by_their_published_names(tmp_path):
+def test_checkpoints_are_read_by_their_published_names(tmp_path):
     target, drafter = lilicorr(**CONVOLVED)
     (tmp_path / "config.json").write_text(json.dumps(lilicorr_config(target, **CONVOLVED)))
     weights = dict(tree_flatten(drafter.parameters()))
@@ -66,20 +74,22 @@ def test_files_are_read_by_their_published_names(tmp_path):
     assert all(mx.array_equal(loaded[name], value) for name, value in weights.items())
 
 
-def test_drafts_read_the_newest_feature_also_when_none_waits():
-    """In one pass with others, and after everything was read for a prefix cache."""
+def test_a_draft_uses_the_newest_feature_whether_or_not_it_was_read_before():
+    """Storing rows in a prefix cache reads all features; the draft after it must be the same."""
     target, drafter = lilicorr()
     taps = mx.random.normal((2, 1, 6, 2 * target.hidden_size))
     drafts = []
-    for read in (False, True):
+    for stores_rows in (False, True):
         sessions = [drafter.start(target) for _ in range(2)]
         for session, features in zip(sessions, taps, strict=True):
             session.extend(features)
-            if read:
+            if stores_rows:
                 session.rows(0, 6)
-        both = draft_batch([BlockDraft(session, 3, 4) for session in sessions])
-        drafts.append([proposal.tokens.tolist() for proposal in both])
+        proposals = draft_batch([BlockDraft(session, 3, 4) for session in sessions])
+        drafts.append([proposal.tokens.tolist() for proposal in proposals])
+    unread_drafts, read_drafts = drafts
+    assert read_drafts == unread_drafts
     alone = drafter.start(target)
     alone.extend(taps[0])
-    assert drafts[0] == drafts[1] and drafts[0][0] == alone.propose(3, 4).tokens.tolist()
-    assert drafts[0][0] != drafts[0][1]
+    assert unread_drafts[0] == alone.propose(3, 4).tokens.tolist()
+    assert unread_drafts[0] != unread_drafts[1], "drafts do not depend on the features"

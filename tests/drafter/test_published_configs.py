@@ -1,7 +1,7 @@
-"""Every drafter config in use resolves to what its authors' code takes it to be, or is refused.
+"""Every published drafter config resolves as in its authors' code, or is refused.
 
-`data/published_configs.json` holds the configs and what each one means, checked against the code
-that they were made for. Entries marked "invented" put single keys into a real config.
+`data/published_configs.json` holds the configs and what each one resolves to, checked against the
+code they were made for. Entries marked "invented" are real configs with single keys added.
 """
 
 import copy
@@ -18,8 +18,8 @@ ENTRIES = json.loads((Path(__file__).parents[1] / "data" / "published_configs.js
 LOADED = [entry for entry in ENTRIES if "expect" in entry]
 REFUSED = [entry for entry in ENTRIES if "expect_error" in entry]
 CONFIGS = {entry["name"]: entry["config"] for entry in ENTRIES}
-# What the message has to name, where the expectation is a sentence.
-NAMED = {
+# The words that the error for a refused config must contain.
+WORDS_OF_ERRORS = {
     "zlab_Qwen3.5-122B-A10B-DFlash(trimmed)": ["max_window_layers", "layer_types"],
     "Laguna_DFlash": ["architectures", "DFlashLagunaForCausalLM"],
     "layer_types_vs_use_swa_false": ["layer_types", "use_sliding_window"],
@@ -33,12 +33,12 @@ NAMED = {
 EAGLE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def named(entry):
+def name_of(entry):
     return entry["name"]
 
 
-def value(config, name):
-    """A resolved field in the form that the file has it in."""
+def resolved_value(config, name):
+    """A resolved field, in the form that published_configs.json has it in."""
     if name == "rope_type":
         return (config.rope_scaling or {}).get("rope_type", "default")
     if name == "attention_sinks":
@@ -48,27 +48,29 @@ def value(config, name):
         return head if config.kind == "dspark" else None
     if name == "eagle":
         return {norm: getattr(config, norm) for norm in EAGLE_NORMS}
-    field = getattr(config, "target_layer_ids" if name == "taps" else name)
-    return list(field) if isinstance(field, tuple) else field
+    field = "target_layer_ids" if name == "taps" else name
+    value = getattr(config, field)
+    return list(value) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("entry", LOADED, ids=named)
-def test_a_published_config_resolves(entry):
+@pytest.mark.parametrize("entry", LOADED, ids=name_of)
+def test_a_published_config_resolves_as_in_its_authors_code(entry):
     config = DraftConfig.from_dict(entry["config"])
-    resolved = {name: value(config, name) for name in entry["expect"]}
+    resolved = {name: resolved_value(config, name) for name in entry["expect"]}
     amplitude = entry["expect"]["rope_amplitude"]
     assert resolved == entry["expect"] | {"rope_amplitude": pytest.approx(amplitude, abs=1e-8)}
 
 
-@pytest.mark.parametrize("entry", REFUSED, ids=named)
-def test_another_network_is_refused_by_the_name_of_the_key(entry):
+@pytest.mark.parametrize("entry", REFUSED, ids=name_of)
+def test_the_error_for_an_unsupported_network_names_the_key(entry):
     with pytest.raises(ConfigError) as caught:
         DraftConfig.from_dict(entry["config"])
     message = str(caught.value)
-    assert all(word in message for word in NAMED[entry["name"]]) and "\n" not in message
+    assert all(word in message for word in WORDS_OF_ERRORS[entry["name"]])
+    assert "\n" not in message
 
 
-def test_a_drafter_with_experts_is_refused_for_them():
+def test_a_drafter_with_experts_is_refused():
     entry = next(entry for entry in LOADED if entry["expect"]["packaging"] == "specforge")
     experts = {"router_z_loss": 0.1, "num_experts": 64, "num_experts_per_tok": 8}
     with pytest.raises(ConfigError, match="num_experts must be 0, not 64"):
@@ -76,18 +78,19 @@ def test_a_drafter_with_experts_is_refused_for_them():
 
 
 @pytest.mark.parametrize("place", ["", "dflash_config", "transformer_layer_config"])
-@pytest.mark.parametrize("entry", LOADED, ids=named)
-def test_a_key_that_nobody_knows_is_a_warning_wherever_it_stands(entry, place):
+@pytest.mark.parametrize("entry", LOADED, ids=name_of)
+def test_an_unknown_key_is_a_warning_at_the_root_and_in_nested_objects(entry, place):
     changed = copy.deepcopy(entry["config"])
     if place and not changed.get(place):
-        return  # not every packaging has this place
-    (changed[place] if place else changed)["frobnicate"] = 1
+        return  # not every packaging has this object
+    changed_object = changed[place] if place else changed
+    changed_object["frobnicate"] = 1
     prefix = f"{place}." if place else ""
     with pytest.warns(UserWarning, match=rf"not used: [^:]*\b{prefix}frobnicate\b"):
         assert DraftConfig.from_dict(changed) == DraftConfig.from_dict(entry["config"])
 
 
-def test_what_is_accepted_and_not_used_is_listed():
+def test_keys_that_are_accepted_but_unused_are_listed():
     copied = DraftConfig.from_dict(CONFIGS["satgeze_Qwen3.6-27B-DSpark(shape)"])
     assert {"num_anchors", "partial_rotary_factor", "attn_output_gate"} <= set(copied.unused)
     kimi = DraftConfig.from_dict(CONFIGS["zlab_Kimi-K2.5-DFlash"])
@@ -99,7 +102,7 @@ def test_what_is_accepted_and_not_used_is_listed():
     "name",
     ["zlab_Muse-Glimmer-30B-DFlash2", "zlab_Qwen3.8-27B-DFlash2", "RadixArk_Qwen3.8-27B-DSpark"],
 )
-def test_what_every_config_has_is_no_warning(name):
+def test_an_ordinary_config_gives_no_warning(name):
     DraftConfig.from_dict(CONFIGS[name])
 
 
@@ -112,12 +115,12 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize("fields", EXPORTS.values(), ids=EXPORTS)
-def test_other_exports_of_eagle_3_are_the_same_head(fields):
+def test_other_exports_of_an_eagle_3_head_resolve_to_the_same_config(fields):
     config = CONFIGS["specforge__qwen3-8b-eagle3.json"]
     assert DraftConfig.from_dict(config | fields) == DraftConfig.from_dict(config)
 
 
-# One of each packaging and kind is enough.
+# One config of each packaging and kind.
 ONE_OF_EACH = [
     "zlab_Muse-Glimmer-30B-DFlash2",
     "meta_MuseGlimmerAssistant",
@@ -137,7 +140,7 @@ def deep(levels):
     return value
 
 
-NASTY = {
+BAD_VALUES = {
     "huge": 10**30,
     "400 digits": 10**400,
     "negative": -1,
@@ -161,23 +164,23 @@ NASTY = {
 }
 
 
-def places(config, prefix=()):
-    """The path to every value."""
+def key_paths(config, prefix=()):
+    """The keys that lead to every value of a nested config."""
     for key, value in config.items():
         yield (*prefix, key)
         if isinstance(value, dict):
-            yield from places(value, (*prefix, key))
+            yield from key_paths(value, (*prefix, key))
 
 
-@pytest.mark.parametrize("nasty", NASTY.values(), ids=NASTY.keys())
+@pytest.mark.parametrize("bad_value", BAD_VALUES.values(), ids=BAD_VALUES.keys())
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
-    for path in places(CONFIGS[name]):
+def test_a_bad_value_of_any_key_resolves_or_is_an_error_in_one_line(name, bad_value):
+    for path in key_paths(CONFIGS[name]):
         config = copy.deepcopy(CONFIGS[name])
-        inside = config
+        parent = config
         for key in path[:-1]:
-            inside = inside[key]
-        inside[path[-1]] = nasty
+            parent = parent[key]
+        parent[path[-1]] = bad_value
         try:
             resolved = DraftConfig.from_dict(config)
         except ConfigError as error:
@@ -188,8 +191,8 @@ def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
             assert math.isfinite(resolved.rope_amplitude), path
 
 
-def test_kinds_that_are_known_and_not_read_are_named():
-    """Speculators 0.9 writes XPress; P-EAGLE and Medusa are other networks."""
+def test_the_error_for_an_unsupported_kind_of_drafter_names_it():
+    """XPress (written by Speculators 0.9), P-EAGLE and Medusa are networks that we do not read."""
     config = copy.deepcopy(LOADED[0]["config"])
     for kind, word in (("xpress", "XPress"), ("peagle", "P-EAGLE"), ("medusa", "Medusa")):
         config["speculators_model_type"] = kind

@@ -1,4 +1,4 @@
-"""The engine: jobs from any thread, errors of one, cancelled ones, and what is left of them."""
+"""The engine: jobs of several threads, errors that end one job only, and cancelling."""
 
 import asyncio
 import gc
@@ -9,13 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import family_target, small_prompt
+from families import small_prompt
 from request_set import RequestSet, SteppedEngine
-from tinymodels import random_drafter, target
+from tinymodels import random_drafter
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.protocol import cache_bytes
-from dflash_mlx.engine.cache_memory import MemoryBudget
 from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import (
     EngineError,
@@ -24,71 +22,62 @@ from dflash_mlx.errors import (
     SettingsError,
     UnsupportedTreeError,
 )
-from dflash_mlx.generation import GenerationSettings, make_request
 
-LENGTH = 24
 SOON = 60  # seconds after which a test fails rather than hangs
-WAYS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5}, {"presence_penalty": 0.4})
 
 
-@pytest.fixture(scope="module")
-def crowd() -> RequestSet:
-    """Six requests of several kinds on one small target."""
-    requests = [
-        (small_prompt(4 + 5 * number, number), {"max_tokens": LENGTH, **WAYS[number % len(WAYS)]})
-        for number in range(6)
-    ]
-    return RequestSet(target(), requests)
-
-
-def submit_all(engine: Any, crowd: RequestSet, **further: Any) -> list[dm.Job]:
-    return [engine.submit(prompt, **{**ways, **further}) for prompt, ways in crowd.requests]
-
-
-def test_jobs_from_many_threads(crowd):
-    with dm.Engine(crowd.target, crowd.oracle(0.8)) as engine, ThreadPoolExecutor(6) as pool:
-        jobs = pool.map(lambda request: engine.submit(request[0], **request[1]), crowd.requests)
-        for job, alone in zip(jobs, crowd.alone, strict=True):
+def test_jobs_submitted_by_several_threads_give_the_texts_of_each_request_alone(request_set):
+    oracle = request_set.oracle(0.8)
+    with dm.Engine(request_set.target, oracle) as engine, ThreadPoolExecutor(6) as pool:
+        futures = [
+            pool.submit(engine.submit, prompt, **settings)
+            for prompt, settings in request_set.requests
+        ]
+        jobs = [future.result() for future in futures]
+        for job, alone in zip(jobs, request_set.alone, strict=True):
             events = list(job)
             assert [token for event in events for token in event.tokens] == alone
             assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
             result = job.result(SOON)
             assert result.tokens == alone and result.finish_reason == "length"
             assert result.text == "".join(event.text for event in events)
-            assert result.stats.output_tokens == LENGTH and job.done
+            assert result.stats.output_tokens == len(alone) and job.done
 
 
-def test_async_readers_side_by_side(crowd):
+def test_jobs_are_read_asynchronously_at_the_same_time(request_set):
+    """And a reader that is cancelled while it waits disturbs nothing."""
+
     async def read(job: dm.Job) -> list[int]:
         return [token async for event in job for token in event.tokens]
 
     async def main(engine: dm.Engine) -> list[list[int]]:
-        silent = asyncio.create_task(anext(submit_all(engine, crowd)[0], None))
-        silent.cancel()  # whoever gives up waiting is no trouble
-        return await asyncio.gather(*(read(job) for job in submit_all(engine, crowd)))
+        cancelled = asyncio.create_task(anext(request_set.submit_to(engine)[0], None))
+        cancelled.cancel()
+        return await asyncio.gather(*(read(job) for job in request_set.submit_to(engine)))
 
-    with dm.Engine(crowd.target, crowd.oracle(0.8)) as engine:
-        assert asyncio.run(main(engine)) == crowd.alone
+    with dm.Engine(request_set.target, request_set.oracle(0.8)) as engine:
+        assert asyncio.run(main(engine)) == request_set.alone
 
 
-def test_a_conversation_continues_from_its_caches(crowd):
-    kept = dm.Conversation(crowd.target, None)
-    with dm.Engine(crowd.target, None) as engine:
-        job = engine.submit([1, 2, 3], max_tokens=8, conversation=kept)
+def test_a_conversation_continues_from_its_caches(request_set):
+    conversation = dm.Conversation(request_set.target, None)
+    with dm.Engine(request_set.target, None) as engine:
+        first = engine.submit([1, 2, 3], max_tokens=8, conversation=conversation)
         with pytest.raises(SettingsError, match="has not ended"):
-            engine.submit([1, 2, 3], conversation=kept)
-        again = [1, 2, 3, *job.result(SOON).tokens, 4]
-        second = engine.submit(again, max_tokens=5, conversation=kept)
-        beside = engine.submit(again, max_tokens=5)
-        assert second.result(SOON).tokens == beside.result(SOON).tokens
-        assert second.stats.reused_tokens == len(again) - 2
+            engine.submit([1, 2, 3], conversation=conversation)
+        prompt = [1, 2, 3, *first.result(SOON).tokens, 4]
+        second = engine.submit(prompt, max_tokens=5, conversation=conversation)
+        without_conversation = engine.submit(prompt, max_tokens=5)
+        assert second.result(SOON).tokens == without_conversation.result(SOON).tokens
+        # The first answer's last token was never read, and token 4 is new.
+        assert second.stats.reused_tokens == len(prompt) - 2
 
 
-# What is refused, and what fails
+# Refused jobs, and jobs that fail
 
 
-def test_a_closed_engine_takes_nothing(crowd):
-    engine = dm.Engine(crowd.target, None)
+def test_closing_an_engine_cancels_its_jobs_and_later_ones_are_refused(request_set):
+    engine = dm.Engine(request_set.target, None)
     job = engine.submit([1, 2], max_tokens=4000)
     next(job)
     engine.close()
@@ -99,6 +88,8 @@ def test_a_closed_engine_takes_nothing(crowd):
 
 
 def failing_processor(after: int) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor that raises once the text has more than `after` tokens."""
+
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
         if len(tokens) > after:
             raise ZeroDivisionError("the grammar is broken")
@@ -107,7 +98,7 @@ def failing_processor(after: int) -> Callable[[mx.array, mx.array], mx.array]:
     return process
 
 
-def nan(tokens: mx.array, logits: mx.array) -> mx.array:
+def nan_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits * mx.nan
 
 
@@ -115,8 +106,8 @@ TOO_WIDE = small_prompt(9, 77)
 BRANCHES = small_prompt(9, 78)
 
 
-class Wrong:
-    """Proposes more rows than it is asked for after one prompt, and a tree after another."""
+class FaultyDrafter:
+    """Proposes too many rows after the prompt TOO_WIDE, and a tree after BRANCHES."""
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
@@ -126,47 +117,48 @@ class Wrong:
         session = self.drafter.start(target, sampler)
         propose = session.propose
 
-        def wrong(anchor: int, width: int) -> dm.Proposal:
-            begins = session.tokens[: len(TOO_WIDE)]
-            if begins == TOO_WIDE:
+        def faulty_propose(anchor: int, width: int) -> dm.Proposal:
+            prompt = session.tokens[: len(TOO_WIDE)]
+            if prompt == TOO_WIDE:
                 return dm.Proposal([anchor] * (width + 1))
-            is_tree = begins == BRANCHES and width > 2
-            return dm.Proposal([anchor, 1, 2], (-1, 0, 0)) if is_tree else propose(anchor, width)
+            if prompt == BRANCHES and width > 2:
+                return dm.Proposal([anchor, 1, 2], (-1, 0, 0))
+            return propose(anchor, width)
 
-        session.propose = wrong
+        session.propose = faulty_propose
         return session
 
 
-def test_an_error_fails_only_its_own_job(crowd, monkeypatch):
-    """In every step of its own: drafting, choosing, and what is read."""
-    monkeypatch.setattr(crowd.target, "why_no_trees", "states")
-    broken = [
+def test_an_error_fails_only_its_own_job(request_set, monkeypatch):
+    """Of a logits processor, of NaN logits, of a draft that is too wide, and of a refused tree."""
+    monkeypatch.setattr(request_set.target, "why_no_trees", "states")
+    failing_settings = [
         ({"logits_processors": [failing_processor(9)]}, ZeroDivisionError),
-        ({"logits_processors": [nan]}, SettingsError),
+        ({"logits_processors": [nan_processor]}, SettingsError),
         ({"prompt": TOO_WIDE}, ProposalError),
         ({"prompt": BRANCHES}, UnsupportedTreeError),
     ]
-    drafter = Wrong(crowd.oracle(0.8))
-    drafter.drafter.texts += [
-        *([*prompt, 1] for prompt in (TOO_WIDE, BRANCHES)),
-        *([1, 2, 3, 4, 5, 6, *[n] * 30] for n in range(192)),
-    ]
-    with dm.Engine(crowd.target, drafter) as engine:
-        jobs = submit_all(engine, crowd)
-        failing = []
-        for settings, kind in broken:
-            prompt = settings.pop("prompt", crowd.requests[0][0])
-            failing.append((engine.submit(prompt, **settings), kind))
-        for job, kind in failing:
-            with pytest.raises(kind):
+    drafter = FaultyDrafter(request_set.oracle(0.8))
+    drafter.drafter.texts += [[*TOO_WIDE, 1], [*BRANCHES, 1]]
+    with dm.Engine(request_set.target, drafter) as engine:
+        jobs = request_set.submit_to(engine)
+        failing_jobs = []
+        for settings, error in failing_settings:
+            prompt = settings.pop("prompt", request_set.requests[0][0])
+            failing_jobs.append((engine.submit(prompt, **settings), error))
+        for job, error in failing_jobs:
+            with pytest.raises(error):
                 list(job)
-            with pytest.raises(kind):
+            with pytest.raises(error):
                 job.result(SOON)
-        assert [job.result(SOON).tokens for job in jobs] == crowd.alone
+        assert [job.result(SOON).tokens for job in jobs] == request_set.alone
 
 
-class Breaking(SharedBatch):
-    """A forward that breaks off, its caches half written, whenever `fails` says so of its turns."""
+class FailingBatch(SharedBatch):
+    """A batch whose forward fails after it has written the caches, where `fails` says so.
+
+    `fails` is called with the tokens of each request in the forward.
+    """
 
     def __init__(
         self, target: dm.Target, error: Exception, fails: Callable[[list[list[int]]], bool]
@@ -174,204 +166,164 @@ class Breaking(SharedBatch):
         super().__init__(target, None)
         self.error = error
         self.fails = fails
-        self.broken = 0
+        self.failures = 0
 
     def verify(self, turns, tokens=None):
-        answers = super().verify(turns, tokens)
+        verified = super().verify(turns, tokens)
         if self.fails([turn.request.caches.draft_session.tokens for turn in turns]):
-            self.broken += 1
+            self.failures += 1
             raise self.error
-        return answers
+        return verified
 
 
 NO_MEMORY = NotEnoughMemoryError("The device has no memory left.")
 
 
-def play_broken(
-    crowd: RequestSet, error: Exception, fails: Callable[[list[list[int]]], bool]
-) -> tuple[list[dm.Job], Breaking]:
-    together = Breaking(crowd.target, error, fails)
-    played = SteppedEngine(crowd.target, crowd.oracle(0.8), together)
-    jobs = submit_all(played, crowd)
-    played.run()
-    return jobs, together
+def run_failing_batch(
+    request_set: RequestSet, error: Exception, fails: Callable[[list[list[int]]], bool]
+) -> tuple[list[dm.Job], FailingBatch]:
+    """All jobs of a request set, run in a `FailingBatch`, and the batch."""
+    batch = FailingBatch(request_set.target, error, fails)
+    engine = SteppedEngine(request_set.target, request_set.oracle(0.8), batch)
+    jobs = request_set.submit_to(engine)
+    engine.run()
+    return jobs, batch
 
 
-def test_a_forward_without_memory_fails_only_whom_it_must(crowd):
-    bad = crowd.requests[2][0]
+def test_a_forward_without_memory_ends_only_the_request_that_needs_too_much(request_set):
+    """The engine repeats a failed forward for each request alone."""
+    large_prompt = request_set.requests[2][0]
 
-    def of_the_bad(texts: list[list[int]]) -> bool:
-        return any(text[: len(bad)] == bad and len(text) > len(bad) + 8 for text in texts)
+    def needs_too_much(tokens: list[int]) -> bool:
+        is_large = tokens[: len(large_prompt)] == large_prompt
+        return is_large and len(tokens) > len(large_prompt) + 8
 
-    jobs, together = play_broken(crowd, NO_MEMORY, of_the_bad)
+    jobs, batch = run_failing_batch(
+        request_set, NO_MEMORY, lambda texts: any(needs_too_much(tokens) for tokens in texts)
+    )
     with pytest.raises(NotEnoughMemoryError, match="no memory left"):
         jobs.pop(2).result()
-    assert [job.result().tokens for job in jobs] == [*crowd.alone[:2], *crowd.alone[3:]]
-    assert together.broken == 2  # with the others, and alone
+    assert [job.result().tokens for job in jobs] == [*request_set.alone[:2], *request_set.alone[3:]]
+    assert batch.failures == 2  # with the others, and alone
 
 
-def test_a_forward_of_many_without_memory_fails_nobody(crowd):
-    breaks = iter([False] * 3 + [True] * 3 + [False] * 10**4)
-    jobs, together = play_broken(crowd, NO_MEMORY, lambda texts: len(texts) > 1 and next(breaks))
-    assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
+def test_a_shared_forward_without_memory_is_repeated_for_each_request_alone(request_set):
+    """No job fails: only forwards of several requests are without memory."""
+    failures = iter([False] * 3 + [True] * 3 + [False] * 10**4)
+    jobs, batch = run_failing_batch(
+        request_set, NO_MEMORY, lambda texts: len(texts) > 1 and next(failures)
+    )
+    assert [job.result().tokens for job in jobs] == request_set.alone
+    assert batch.failures == 3
 
 
-def test_memory_that_runs_out_as_a_shared_step_starts_fails_nobody(crowd, monkeypatch):
-    """MLX allocates when it starts to compute, not only where a step waits."""
+def test_no_job_fails_where_memory_runs_out_as_a_shared_step_starts(request_set, monkeypatch):
+    """MLX allocates when it starts to compute, not only where a step waits for results."""
     async_eval = mx.async_eval
-    breaks = iter([False, True, True, False, True] + [False] * 10**4)
+    failures = iter([False, True, True, False, True] + [False] * 10**4)
 
-    def full(*arrays: object) -> None:
+    def fail_once(*arrays: object) -> None:
         monkeypatch.setattr(mx, "async_eval", async_eval)
         raise RuntimeError("[metal::malloc] Unable to allocate 4096 bytes.")
 
-    class Full(SharedBatch):
+    class BatchWithoutMemory(SharedBatch):
         def verify(self, turns, tokens=None):
-            answers = super().verify(turns, tokens)
-            if len(turns) > 1 and next(breaks):
-                monkeypatch.setattr(mx, "async_eval", full)
-            return answers
+            verified = super().verify(turns, tokens)
+            if len(turns) > 1 and next(failures):
+                monkeypatch.setattr(mx, "async_eval", fail_once)
+            return verified
 
-    played = SteppedEngine(crowd.target, None, Full(crowd.target, None))
-    jobs = submit_all(played, crowd)
-    played.run()
-    assert [job.result().tokens for job in jobs] == crowd.alone
-    assert not any(breaks)
+    batch = BatchWithoutMemory(request_set.target, None)
+    engine = SteppedEngine(request_set.target, None, batch)
+    jobs = request_set.submit_to(engine)
+    engine.run()
+    assert [job.result().tokens for job in jobs] == request_set.alone
+    assert not any(failures), "a failure did not happen"
 
 
-def test_a_forward_that_breaks_ends_all_in_it(crowd):
-    """Nobody guesses whose fault it is, and a bug of ours is not hidden by a second try."""
-    breaks = iter([False, True])
-    jobs, _ = play_broken(crowd, RuntimeError("the device was lost"), lambda texts: next(breaks))
+def test_another_error_of_a_forward_ends_all_jobs_in_it(request_set):
+    """It may be the fault of any of them, and a second try would hide a bug of ours."""
+    failures = iter([False, True])
+    error = RuntimeError("the device was lost")
+    jobs, _ = run_failing_batch(request_set, error, lambda texts: next(failures))
     for job in jobs:
         with pytest.raises(RuntimeError, match="device was lost"):
             job.result()
 
 
-def test_a_request_that_joins_pipelined_steps_breaks_no_forward(crowd):
-    """A new request's step has a forward of its own; the next pipelined one is for all of them."""
-    rows: list[tuple[int, int]] = []
+def test_a_request_that_joins_shares_the_next_pipelined_forward(request_set):
+    """Its first step has a separate forward, and all texts are those of each request alone."""
+    forwards: list[tuple[int, int]] = []  # the number of requests and of rows
 
-    class Counting(SharedBatch):
+    class CountingBatch(SharedBatch):
         def verify(self, turns, tokens=None):
             logits, taps = super().verify(turns, tokens)
-            rows.append((len(turns), len(logits)))
+            forwards.append((len(turns), len(logits)))
             return logits, taps
 
-    played = SteppedEngine(crowd.target, None, Counting(crowd.target, None))
-    plain = [
-        index for index, (_, ways) in enumerate(crowd.requests) if "presence_penalty" not in ways
-    ]
+    engine = SteppedEngine(request_set.target, None, CountingBatch(request_set.target, None))
     jobs = []
-    for number in plain:
-        prompt, ways = crowd.requests[number]
-        jobs.append(played.submit(prompt, **ways))
+    alone = []
+    for (prompt, settings), tokens in zip(request_set.requests, request_set.alone, strict=True):
+        if "presence_penalty" in settings:  # such a request is not pipelined
+            continue
+        jobs.append(engine.submit(prompt, **settings))
+        alone.append(tokens)
         for _ in range(4):
-            played.scheduler.step()
+            engine.scheduler.step()
     assert not any(job.done for job in jobs)
-    assert rows[-1] == (len(plain), len(plain))
-    played.run()
-    assert [job.result().tokens for job in jobs] == [crowd.alone[number] for number in plain]
+    assert forwards[-1] == (len(jobs), len(jobs))
+    engine.run()
+    assert [job.result().tokens for job in jobs] == alone
 
 
-def test_prompts_end_in_one_forward(crowd):
-    """Also a long one's end; one without memory costs nobody anything."""
-    ends: list[int] = []
+def test_the_last_chunks_of_prompts_are_read_in_one_forward(request_set):
+    """Also that of a prompt of several chunks. Without memory, each is read alone."""
+    requests_per_read: list[int] = []
 
-    class Reading(SharedBatch):
+    class ReadingBatch(SharedBatch):
         def read(self, together):
-            ends.append(len(together))
-            read = super().read(together)
+            requests_per_read.append(len(together))
+            results = super().read(together)
             if len(together) == 7:
                 raise NO_MEMORY
-            return read
+            return results
 
-    long = small_prompt(3 * 64 + 5, 9), {"max_tokens": 9}
-    for each in (crowd, RequestSet(crowd.target, [*crowd.requests, long])):
-        ends.clear()
-        played = SteppedEngine(each.target, each.oracle(0.8), Reading(each.target, None))
-        jobs = submit_all(played, each)
-        played.run()
-        assert [job.result().tokens for job in jobs] == each.alone
-        assert max(ends) == len(jobs)
+    long_request = (small_prompt(3 * 64 + 5, 9), {"max_tokens": 9})
+    seven_requests = RequestSet(request_set.target, [*request_set.requests, long_request])
+    for requests in (request_set, seven_requests):
+        requests_per_read.clear()
+        batch = ReadingBatch(requests.target, None)
+        engine = SteppedEngine(requests.target, requests.oracle(0.8), batch)
+        jobs = requests.submit_to(engine)
+        engine.run()
+        assert [job.result().tokens for job in jobs] == requests.alone
+        assert max(requests_per_read) == len(jobs)
 
 
-# Who leaves, and what is left
-
-
-def test_a_cancelled_job_is_freed_by_the_next_step(crowd):
-    played = SteppedEngine(crowd.target, crowd.oracle(0.0), SharedBatch(crowd.target, None))
-    jobs = submit_all(played, crowd)
+def test_a_cancelled_job_is_freed_by_the_next_step(request_set):
+    engine = SteppedEngine(
+        request_set.target, request_set.oracle(0.0), SharedBatch(request_set.target, None)
+    )
+    jobs = request_set.submit_to(engine)
     for _ in range(4):
-        played.scheduler.step()
-    gone = weakref.ref(played.scheduler._running[1].request)
+        engine.scheduler.step()
+    cancelled_request = weakref.ref(engine.scheduler._running[1].request)
     rounds = jobs[1].stats.rounds
     jobs[1].cancel()
-    played.scheduler.step()
+    engine.scheduler.step()
     assert jobs[1].result().finish_reason == "cancelled" and jobs[1].stats.rounds == rounds
-    assert gone() is None and len(played.scheduler._running) == len(jobs) - 1
-    played.run()
-    assert jobs[1].result().tokens == crowd.alone[1][: rounds + 1]
-    assert [job.result().tokens for job in jobs[2:]] == crowd.alone[2:]
+    assert cancelled_request() is None
+    assert len(engine.scheduler._running) == len(jobs) - 1
+    engine.run()
+    assert jobs[1].result().tokens == request_set.alone[1][: rounds + 1]
+    assert [job.result().tokens for job in jobs[2:]] == request_set.alone[2:]
 
 
-def test_room_for_two_is_enough_for_all(crowd):
-    """No more than fit are ever let in, and every text is what it was."""
-    drafter = random_drafter()
-    size = 2 * (crowd.target.cache_bytes(256) + cache_bytes(drafter, crowd.target, 256))
-    played = SteppedEngine(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
-    jobs = submit_all(played, crowd)
-    held = []
-    memory = played.scheduler._memory
-    overflows = memory.overflows  # asked in every step, of all who have read anything
-    memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
-    played.run()
-    assert max(held) == 2 and [job.result().tokens for job in jobs] == crowd.alone
+def test_hundreds_of_jobs_leak_no_memory_and_no_objects(request_set):
+    """Of which some finish, some are cancelled and some fail."""
 
-
-def test_the_youngest_gives_way_and_goes_on():
-    model = target()
-    size = target().cache_bytes(256)
-    prompts = [small_prompt(230, seed) for seed in (1, 2)]
-    alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
-    # Each needs one block now, so both enter, and two at the end.
-    played = SteppedEngine(model, None, SharedBatch(model, None), memory=3 * size, reserve=0)
-    jobs = [played.submit(prompt, max_tokens=40) for prompt in prompts]
-    waited = False
-    while played.scheduler.busy:
-        played.scheduler.step()
-        waited |= bool(played.scheduler._waiting) and jobs[1].stats.rounds > 0
-    assert waited and [job.result().tokens for job in jobs] == alone
-
-
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss"])
-def test_slots_are_counted_for_the_layers_that_have_them(family):
-    """Four of 600 tokens: slots of 1,024 rows and a spare one, caches of 768; gpt_oss has both."""
-    model = family_target(family)
-    batch = SharedBatch(model, None)
-    slots = {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
-    assert len(batch.slot_layers) == slots
-    in_slots = 4 * model.cache_bytes(768, None, batch.slot_layers)
-    others = 4 * model.cache_bytes(768) - in_slots
-    needed = others + in_slots * 1024 * 5 // (768 * 4)
-    requests = [make_request(model, None, [1] * 600, GenerationSettings()) for _ in range(4)]
-    for size, fits in ((needed, True), (needed - 1, False)):
-        budget = MemoryBudget(model, None, size, reserve=0, slot_layers=batch.slot_layers)
-        assert budget.admits(requests[0], requests[1:]) is fits
-
-
-def test_what_can_never_fit_is_refused(crowd):
-    size = crowd.target.cache_bytes(512)
-    with dm.Engine(crowd.target, None, memory=size) as engine:
-        assert engine.submit([1] * 400, max_tokens=100).result(SOON).tokens
-        with pytest.raises(NotEnoughMemoryError, match="513 tokens.*shorten"):
-            engine.submit([1] * 400, max_tokens=113)
-
-
-def test_hundreds_of_jobs_leave_nothing(crowd):
-    """Finished, cancelled and failed ones; what is counted comes back to what it was."""
-
-    def some(engine: dm.Engine, count: int) -> None:
+    def run_jobs(engine: dm.Engine, count: int) -> None:
         jobs = []
         for number in range(count):
             prompt = [1 + number % 99, 2, 3]
@@ -387,14 +339,15 @@ def test_hundreds_of_jobs_leave_nothing(crowd):
             except ZeroDivisionError:
                 pass
 
-    def counted() -> tuple[int, int]:
+    def count_memory_and_objects() -> tuple[int, int]:
         gc.collect()
         return mx.get_active_memory(), len(gc.get_objects())
 
-    with dm.Engine(crowd.target, random_drafter()) as engine:
-        some(engine, 50)
-        before = counted()
-        some(engine, 150)
+    with dm.Engine(request_set.target, random_drafter()) as engine:
+        run_jobs(engine, 50)
+        memory_before, objects_before = count_memory_and_objects()
+        run_jobs(engine, 150)
         engine.submit([1], max_tokens=1).result(SOON)
-        after = counted()
-    assert after[0] <= before[0] + 2**20 and after[1] <= before[1] + 200
+        memory_after, objects_after = count_memory_and_objects()
+    assert memory_after <= memory_before + 2**20
+    assert objects_after <= objects_before + 200

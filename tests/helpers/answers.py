@@ -1,4 +1,4 @@
-"""What each family writes to call tools, for tests of what is read."""
+"""Tool calls as each family writes them, for tests of the parser of answers."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def _gemma(value: Any) -> str:
     return _json(value)
 
 
-# What is between a family's markers: a call with its arguments in JSON ...
+# The text between a family's markers. In these families, arguments are JSON.
 CALLS = {
     "json_tools": '\n{"name": "NAME", "arguments": JSON}\n',
     "llama3": '{"name": "NAME", "parameters": JSON}',
@@ -40,7 +40,7 @@ CALLS = {
     "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>",
 }
 JSON = [family for family in CALLS if family != "harmony"]
-# ... or its head, each argument and its tail.
+# In these families, a call has a beginning, a text for each argument, and an end.
 TAGS = {
     "deepseek_v32": (
         '\n<｜DSML｜invoke name="NAME">\n',
@@ -93,14 +93,14 @@ TAGGED = [*TAGS]
 
 
 def form_of(family: str, thought: tuple[str, str] = ("<think>", "</think>")) -> AnswerFormat:
-    """The format of a family whose vocabulary has no marker as a token of its own."""
+    """The format of a family for a vocabulary in which no marker is a single token."""
     answer_family = KNOWN[family]
     header = answer_family.header if family == "harmony" else None
     return AnswerFormat(answer_family, ("", "") if header else thought, header=header)
 
 
 def written(family: str, name: str, arguments: dict[str, Any]) -> str:
-    """A whole call."""
+    """A call with the family's markers."""
     answer_family = KNOWN[family]
     return answer_family.start + WRITERS[family](name, arguments) + answer_family.end
 
@@ -113,7 +113,7 @@ def read(
     truncated: bool = False,
     **more: Any,
 ) -> list[Any]:
-    """All parts, neighbours of a kind in one, and calls as (name, arguments)."""
+    """Parse a text, fed in pieces of `width`: its merged parts; calls as (name, arguments)."""
     parser = AnswerParser(form, schemas, **more)
     parts = []
     for start in range(0, len(text), width):
@@ -126,7 +126,7 @@ def read(
 
 
 def strict(text: str) -> Any:
-    """JSON as clients read it."""
+    """Parse JSON as clients do, which refuse NaN and Infinity."""
 
     def refuse(word: str) -> None:
         raise ValueError(word)

@@ -1,4 +1,4 @@
-"""Requests that share forwards, and for comparison the same requests one by one."""
+"""Requests that share forwards, and the same requests one by one to compare them with."""
 
 import gc
 import random
@@ -19,14 +19,14 @@ from dflash_mlx.targets.kv_slots import KVSlots
 from dflash_mlx.targets.rows import Rows
 from dflash_mlx.targets.span import Span
 
-# MLX's reference BLAS sums every row alike; others choose how by the number of rows.
+# MLX's reference BLAS computes each row in the same way; others depend on the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 TOLERANCE = 5e-5
-PROMPTS = (1, 45, 20, 33, 31, 3, 12, 32)  # windows of the families are 32 rows
+PROMPTS = (1, 45, 20, 33, 31, 3, 12, 32)  # lengths, around the families' windows of 32 rows
 
 
 def same(actual: mx.array, expected: mx.array) -> bool:
-    """Bit for bit, where the machine's products allow it."""
+    """Whether all bits are equal, or numbers are close where products depend on the rows."""
     if EXACT:
         return mx.array_equal(actual, expected).item()
     return actual.shape == expected.shape and mx.allclose(actual, expected, atol=TOLERANCE).item()
@@ -38,22 +38,29 @@ def _state(cache: Any) -> Any:
 
 
 def states_are_same(first: TargetSession, second: TargetSession) -> bool:
-    """Whether all that two sessions' caches hold is the same."""
-    states = [tree_flatten([_state(cache) for cache in each.cache]) for each in (first, second)]
-    pairs = zip(*states, strict=True)
-    return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
+    """Whether the contents of two sessions' caches are the same."""
+    first_leaves = tree_flatten([_state(cache) for cache in first.cache])
+    second_leaves = tree_flatten([_state(cache) for cache in second.cache])
+    for (_, actual), (_, expected) in zip(first_leaves, second_leaves, strict=True):
+        if isinstance(actual, mx.array):
+            if not same(actual, expected):
+                return False
+        elif actual != expected:
+            return False
+    return True
 
 
 def by_proposal(proposals: Sequence[Proposal], logits: mx.array, taps: mx.array) -> list[Any]:
-    """The logits and taps of each proposal's rows, of those of a forward."""
-    ends = [*accumulate(map(len, proposals))]
+    """Split the logits and taps of a forward's rows: a pair for each proposal."""
+    ends = list(accumulate(len(proposal) for proposal in proposals))
     assert len(logits) == taps.shape[1] == ends[-1]
-    pairs = mx.split(logits, ends[:-1]), mx.split(taps, ends[:-1], axis=1)
-    return list(zip(*pairs, strict=True))
+    logits_of_each = mx.split(logits, ends[:-1])
+    taps_of_each = mx.split(taps, ends[:-1], axis=1)
+    return list(zip(logits_of_each, taps_of_each, strict=True))
 
 
 def memory() -> int:
-    """Bytes in use, once nothing is on its way and no garbage is left."""
+    """Bytes in use, after all computations have ended and garbage is collected."""
     gc.collect()
     mx.synchronize()
     return mx.get_active_memory()
@@ -95,7 +102,7 @@ class BatchAndSingles:
                 list(session.prefill(prompt))
 
     def proposals(self, members: Sequence[int], trees: bool) -> list[Proposal]:
-        """A chain of each, or a tree of every other one."""
+        """A random chain for each member, or with `trees` a tree for every second one."""
         proposals = []
         for member in members:
             rows = self.random.choice((1, 2, 5, 9))
@@ -105,13 +112,13 @@ class BatchAndSingles:
                 proposals.append(Proposal(random_prompt(rows, self.random.randrange(99))))
         return proposals
 
-    def keep(self, proposal: Proposal) -> list[int]:
-        """The rows of a proposal to commit, some of a path."""
+    def rows_to_commit(self, proposal: Proposal) -> list[int]:
+        """The first rows of a random path of a proposal."""
         path = [0, *self.random.choice(proposal.paths())]
         return path[: self.random.randint(1, len(path))]
 
     def step(self, members: Sequence[int], trees: bool = False) -> None:
-        """Verify some requests together and each alone, and commit: all must be the same."""
+        """Verify some requests together and each alone, assert equal results, and commit."""
         proposals = self.proposals(members, trees)
         verified = self.verifier.verify([self.together[member] for member in members], proposals)
         each = by_proposal(proposals, *verified)
@@ -119,7 +126,7 @@ class BatchAndSingles:
             expected, features = self.alone[number].verify(proposal)
             assert same(logits, expected), f"logits of request {number}"
             assert same(taps, features), f"taps of request {number}"
-            kept = self.keep(proposal)
+            kept = self.rows_to_commit(proposal)
             self.together[number].commit(kept)
             self.alone[number].commit(kept)
 

@@ -1,7 +1,7 @@
-"""Targets without a model: one whose next token depends on the last alone, one with a given text.
+"""Targets without a model: one of bigrams, and one with a given text.
 
-Bigrams take the place of models where a test counts thousands of samples: every probability is
-known.
+In a bigram target, the next token depends on the last token only. So every probability is known,
+and thousands of samples are quick to draw.
 """
 
 import copy
@@ -17,10 +17,10 @@ from dflash_mlx.drafter.protocol import SupportsTrees
 from dflash_mlx.proposal import Proposal
 
 
-class MadeUpTarget:
-    """A target without a model, with one session at a time and no text."""
+class TargetWithoutModel:
+    """A target without a model, whose tokens have no text. It reads one request at a time."""
 
-    name = "made up"
+    name = "without a model"
     context_length = 2**31
     position = 0
     supports_trees = True
@@ -32,9 +32,10 @@ class MadeUpTarget:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        silent = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
-        silent.last_segment = ""
-        self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
+        detokenizer = SimpleNamespace(
+            add_token=lambda token: None, finalize=lambda: None, last_segment=""
+        )
+        self.tokenizer = SimpleNamespace(detokenizer=detokenizer, eos_token_ids=())
 
     def start(self, tap_layers=(), kv_bits=None):
         session = copy.copy(self)
@@ -63,8 +64,8 @@ class MadeUpTarget:
         self.position += len(kept)
 
 
-class BigramTarget(MadeUpTarget):
-    """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
+class BigramTarget(TargetWithoutModel):
+    """A target whose logits after a token are its row of a table [V, V]. It needs no caches."""
 
     def __init__(self, table: np.ndarray) -> None:
         super().__init__(len(table))
@@ -80,10 +81,10 @@ class BigramTarget(MadeUpTarget):
         return self.table[tokens], mx.zeros((1, len(proposal), 0))
 
 
-class Scripted(MadeUpTarget):
-    """Its greedy text after `prompt` is `answer`; what it says after anything else does not count.
+class ScriptedTarget(TargetWithoutModel):
+    """A target whose greedy text after `prompt` is `answer`.
 
-    It stands for a model that copies what it was shown, which no small enough model does.
+    It replaces a model that copies parts of its prompt, which no model of a test's size does.
     """
 
     num_layers = 4
@@ -93,7 +94,7 @@ class Scripted(MadeUpTarget):
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.text = [*prompt, *answer]
-        self.rows: list[int] = []  # of each forward
+        self.rows: list[int] = []  # the number of rows of each forward
 
     def read_prompt(self, tokens):
         self.position += len(tokens)
@@ -114,7 +115,10 @@ class Scripted(MadeUpTarget):
 
 
 class BigramDrafter:
-    """Drafts slot j from the table's j-th power of the anchor: it never knows the slot before."""
+    """Drafts slot j from the distribution j tokens after the anchor, not knowing the slots before.
+
+    That is the anchor's row of the j-th power of the matrix of probabilities.
+    """
 
     tap_layers = ()
 
@@ -131,14 +135,22 @@ class BigramDrafter:
     def propose(self, anchor, width):
         if width == 1:
             return Proposal([anchor])
-        row = np.eye(len(self.probabilities))[anchor]
-        rows = [row := row @ self.probabilities for _ in range(width - 1)]
-        drafts = self.sampler.draft(mx.log(mx.array(np.array(rows, np.float32))))
+        distributions = self.distributions(anchor, width - 1).astype(np.float32)
+        drafts = self.sampler.draft(mx.log(mx.array(distributions)))
         return Proposal(mx.concatenate([mx.array([anchor]), drafts.astype(mx.int32)]))
+
+    def distributions(self, anchor, slots):
+        """Probabilities [slots, V] of the tokens after the anchor."""
+        row = np.eye(len(self.probabilities))[anchor]
+        rows = []
+        for _ in range(slots):
+            row = row @ self.probabilities
+            rows.append(row)
+        return np.array(rows)
 
 
 class TreeBigrams(BigramDrafter, SupportsTrees):
-    """Drafts trees from the same distributions as chains, every token being a candidate."""
+    """Drafts trees from the same distributions as chains; every token is a candidate."""
 
     drafts_trees = True
 
@@ -146,10 +158,9 @@ class TreeBigrams(BigramDrafter, SupportsTrees):
         pass
 
     def propose_tree(self, anchor, rows, width):
-        row = np.eye(len(self.probabilities))[anchor]
-        log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
-        scores, _ = self.sampler.draft_scores(mx.array(log_q.astype(np.float32)))
-        tokens = mx.broadcast_to(mx.arange(len(row)), scores.shape)
+        log_probs = np.log(self.distributions(anchor, width - 1)).astype(np.float32)
+        scores, _ = self.sampler.draft_scores(mx.array(log_probs))
+        tokens = mx.broadcast_to(mx.arange(scores.shape[1]), scores.shape)
         candidates = CandidateTokens(tokens, log_softmax(scores)[:, None])
         return DraftTree(anchor, *read_candidates([candidates])[0], rows)
 

@@ -1,7 +1,7 @@
-"""Schemas and forced calls in every API, through two SDKs; each answer has to fit its schema.
+"""Answers with a JSON schema and forced tool calls, in every API, with the SDKs of two vendors.
 
-A way to ask is a function of the asker, a schema and its name that yields what the answer has, as
-JSON or parsed, with the schema that it has to fit.
+Each function of `WAYS` requests an answer with a schema, and yields the JSON of the answer, as text
+or parsed, together with the schema that it has to fit.
 """
 
 import json
@@ -19,7 +19,7 @@ def closed_object(**properties):
 
 
 def digits(most):
-    """The schema of at most so many digits."""
+    """The schema of an array of at most `most` digits."""
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     return {"type": "array", "items": digit, "maxItems": most}
 
@@ -44,7 +44,7 @@ SCHEMAS = {
 
 
 class Asker:
-    """Asks with a seed, by clients of OpenAI and of Anthropic."""
+    """Sends requests with a seed, with the clients of OpenAI and of Anthropic."""
 
     def __init__(self, chat, claude, seed):
         self.openai = chat
@@ -56,13 +56,13 @@ class Asker:
         return self.openai.chat.completions.create(model="m", messages=QUESTION, **more)
 
     def response(self, **more):
-        asked = f"{self.seed} and 48?"
-        return self.openai.responses.create(model="m", input=asked, temperature=1, **more)
+        question = f"{self.seed} and 48?"
+        return self.openai.responses.create(model="m", input=question, temperature=1, **more)
 
     def message(self, **more):
-        asked = [{"role": "user", "content": f"What is {self.seed} plus 48?"}]
+        messages = [{"role": "user", "content": f"What is {self.seed} plus 48?"}]
         more |= {"extra_body": {"temperature": 1}, "max_tokens": 900}
-        return self.claude.messages.create(model="m", messages=asked, **more)
+        return self.claude.messages.create(model="m", messages=messages, **more)
 
 
 def form(name, schema):
@@ -94,7 +94,10 @@ def message_format(asker, name, schema):
 
 
 def required_call(asker, name, schema):
-    """A call of either tool; several for one schema, as the pair makes as many as it may."""
+    """Calls of either of two tools. Several calls are allowed for the smallest schema only.
+
+    The embedded pair makes as many as it may, which takes long for other schemas.
+    """
     tools = [tool(name, schema), tool("other", SUM)]
     several = schema is SUM
     answer = asker.chat(tools=tools, tool_choice="required", parallel_tool_calls=several)
@@ -105,7 +108,7 @@ def required_call(asker, name, schema):
 
 
 def named_call(asker, name, schema):
-    """A call of the named one of two strict tools, streamed."""
+    """A streamed call of one of two strict tools, which is chosen by its name."""
     tools = [tool("other", SUM, strict=True), tool(name, schema, strict=True)]
     choice = {"type": "function", "function": {"name": name}}
     parts = asker.chat(tools=tools, tool_choice=choice, stream=True)
@@ -133,11 +136,11 @@ WAYS += (required_call, named_call, response_call, message_call)
 
 
 def cases(seeds):
-    """Each way, name of a schema, and seed."""
+    """Every combination of a function of `WAYS`, the name of a schema, and a seed."""
     return [(way, name, seed) for seed, name, way in product(range(seeds), SCHEMAS, WAYS)]
 
 
 def check(chat, claude, way, name, seed):
-    """One of them."""
+    """Request an answer of one of the `cases`, and check that it fits its schema."""
     for value, schema in way(Asker(chat, claude, seed), name, SCHEMAS[name]):
         jsonschema.validate(json.loads(value) if isinstance(value, str) else value, schema)

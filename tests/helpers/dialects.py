@@ -1,4 +1,4 @@
-"""The APIs as clients speak them: a conversation, and an answer whole or streamed."""
+"""Clients of the four APIs: each has a conversation, and reads complete or streamed answers."""
 
 import json
 from typing import Any, NamedTuple
@@ -10,21 +10,22 @@ SCHEMA = {
     "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
     "required": ["path"],
 }
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 OLLAMA = "/api/chat"
 GENERATE = "/api/generate"
 HI = [{"role": "user", "content": "Hi"}]
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
-    """A message of the user."""
+    """A message of a user."""
     return {"role": "user", "content": content, **more}
 
 
 def ask(path: str, *items: Any, **more: Any) -> dict[str, Any]:
-    """A request of the API at this path, with these messages or items, or with "Hi"."""
+    """A request body for the API at a path, with the given messages or items, or with "Hi"."""
     name = {COMPLETIONS: "prompt", GENERATE: "prompt", RESPONSES: "input"}.get(path, "messages")
     prompt: Any = list(items)
     if not items:
@@ -34,7 +35,7 @@ def ask(path: str, *items: Any, **more: Any) -> dict[str, Any]:
 
 
 def joined(*parts: dict[str, Any]) -> dict[str, Any]:
-    """A message of the model that came in parts."""
+    """Join the parts of a model's streamed message."""
     message: dict[str, Any] = {"role": "assistant"}
     for part in parts:
         for key, value in part.items():
@@ -43,8 +44,12 @@ def joined(*parts: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-class Said(NamedTuple):
-    """An answer: calls as (id, name, arguments in JSON), tokens as (prompt, cached, output)."""
+class ClientAnswer(NamedTuple):
+    """An answer of any API.
+
+    calls: (id, name, arguments in JSON) of each tool call.
+    tokens: the numbers of prompt, cached and output tokens.
+    """
 
     thought: str | None
     text: str
@@ -66,8 +71,8 @@ class Chat:
         tool = {"type": "function", "function": {"name": "write", "parameters": SCHEMA}}
         return {"model": "m", "messages": self.items, "tools": [tool], **more}
 
-    def ask(self, server: Any, streamed: bool = False, **more: Any) -> Said:
-        """An answer, which becomes a part of the conversation."""
+    def ask(self, server: Any, streamed: bool = False, **more: Any) -> ClientAnswer:
+        """Request an answer, and add it to the conversation."""
         if streamed and self.path == CHAT:
             more["stream_options"] = {"include_usage": True}
         answer = server.post(self.path, json=self.body(stream=streamed, **more))
@@ -75,15 +80,15 @@ class Chat:
         return self.read(self.streamed(answer.text) if streamed else answer.json())
 
     def streamed(self, text: str) -> Any:
-        """The whole answer that a stream is."""
+        """The complete answer of a stream."""
         *chunks, last = frames(text)
         assert all(chunk["usage"] is None for chunk in chunks)
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         message = joined({"content": ""}, *(choice["delta"] for choice in choices))
         return last | {"choices": [choices[-1] | {"message": message}]}
 
-    def read(self, got: Any) -> Said:
-        """An answer, which becomes a part of the conversation."""
+    def read(self, got: Any) -> ClientAnswer:
+        """Add an answer to the conversation, and return it in the common form."""
         [choice] = got["choices"]
         message = choice["message"]
         usage = got["usage"]
@@ -91,7 +96,7 @@ class Chat:
         calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
         tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         assert message.get("reasoning") == message.get("reasoning_content")
-        return Said(
+        return ClientAnswer(
             message.get("reasoning_content"),
             text=message["content"] or "",
             calls=[(id, call["name"], call["arguments"]) for id, call in calls],
@@ -100,7 +105,7 @@ class Chat:
         )
 
     def result(self, id: str, text: str, failed: bool) -> None:
-        """What a tool returned."""
+        """Add the result of a tool call to the conversation."""
         self.items.append({"role": "tool", "tool_call_id": id, "content": text})
 
 
@@ -136,14 +141,14 @@ class Messages(Chat):
         assert event["type"] == "message_stop"
         return message
 
-    def read(self, got: Any) -> Said:
+    def read(self, got: Any) -> ClientAnswer:
         blocks = got["content"]
         usage = got["usage"]
         self.items.append({"role": "assistant", "content": blocks})
         thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
         calls = [block for block in blocks if block["type"] == "tool_use"]
         cached = usage["cache_read_input_tokens"]
-        return Said(
+        return ClientAnswer(
             "".join(thoughts) or None,
             text="".join(block["text"] for block in blocks if block["type"] == "text"),
             calls=[(call["id"], call["name"], json.dumps(call["input"])) for call in calls],
@@ -180,14 +185,14 @@ class Responses(Chat):
         assert "".join(deltas) == "".join(texts)
         return last
 
-    def read(self, got: Any) -> Said:
+    def read(self, got: Any) -> ClientAnswer:
         output = got["output"]
         usage = got["usage"]
         self.items += output
         thoughts = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
         calls = [item for item in output if item["type"] == "function_call"]
         cached = usage["input_tokens_details"]["cached_tokens"]
-        return Said(
+        return ClientAnswer(
             "".join(thoughts) or None,
             text="".join(
                 item["content"][0]["text"] for item in output if item["type"] == "message"
@@ -211,12 +216,12 @@ class Ollama(Chat):
         assert not any(piece["done"] for piece in pieces)
         return last | {"message": joined(*(piece["message"] for piece in pieces))}
 
-    def read(self, got: Any) -> Said:
+    def read(self, got: Any) -> ClientAnswer:
         message = got["message"]
         self.items.append(message)
         calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
         assert got["done"] and got["total_duration"] > got["load_duration"] > 0
-        return Said(
+        return ClientAnswer(
             message.get("thinking"),
             text=message["content"],
             calls=[(id, call["name"], json.dumps(call["arguments"])) for id, call in calls],

@@ -1,4 +1,4 @@
-"""Tiny random models of every target family, and the text that mlx-lm itself makes of them."""
+"""Tiny random models of every target family, and the text that mlx-lm generates with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -26,16 +25,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for row in json.loads((Path(__file__).parents[1] / "data" / "tiny_configs.json").read_text())
 }
 FAMILIES = tuple(CONFIGS)
-QUANTIZABLE = (  # whose keys and values can be kept in fewer bits
-    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "llama", "minimax_m2"),
-    *("glm4_moe", "lfm2_moe", "nemotron_h", "nanbeige"),
+QUANTIZABLE = (  # families with keys and values that can be quantized
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "llama",
+    "minimax_m2",
+    "glm4_moe",
+    "lfm2_moe",
+    "nemotron_h",
+    "nanbeige",
 )
-TOKENS = 65
-# different tokens of a text, and models to look for it
-VARIED = 20
-DRAWS = 8
-# Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated;
-# twice more they wrap in every text.
+TOKENS = 65  # in a text of `truth`
+VARIED = 20  # a text has more different tokens than this
+DRAWS = 8  # the number of models that are tried to find such a text
+# The lengths of prompts by seed. Windows are 32 rows: the first prompt is longer, and the other
+# one's text becomes longer.
 PROMPTS = {0: 45, 1: 20}
 
 
@@ -52,7 +59,7 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
 def model_of(config: dict[str, Any], seed: int, number: int) -> Any:
     """A random f32 model of a config; `number` is the seed of its weights."""
     model_class, args_class = _get_classes(config)
-    mx.random.seed(seed)  # some layers draw what is only changed, or kept, below
+    mx.random.seed(seed)  # for weights that some layers draw and that are kept below
     model = model_class(args_class.from_dict(config))
     tied = not any("lm_head" in path for path, _ in tree_flatten(model.parameters()))
     key = mx.random.key(number)
@@ -61,10 +68,10 @@ def model_of(config: dict[str, Any], seed: int, number: int) -> Any:
     def randomize(path: str, value: mx.array) -> mx.array:
         noise = mx.random.normal(value.shape, key=next(keys))
         if path.endswith(("A_log", "layer_scalar")) or value.dtype != mx.float32:
-            return value  # these have values that make sense
+            return value  # random values would make no sense
         if value.ndim < 2:  # norms, biases, sinks
             return value + 0.1 * noise
-        if "embed" in path:  # small, so that the next token is not the same token again
+        if "embed" in path:  # small, or greedy text would repeat its last token
             return noise * (0.1 if tied else 0.02)
         if path.endswith(("conv1d.weight", "conv.conv.weight")):
             return noise / math.sqrt(value.shape[1])
@@ -85,9 +92,19 @@ class CharacterTokenizer:
 
     @property
     def detokenizer(self) -> Any:
-        letters = SimpleNamespace(last_segment="", finalize=lambda: None)
-        letters.add_token = lambda token: setattr(letters, "last_segment", chr(0x4E00 + token))
-        return letters
+        return CharacterDetokenizer()
+
+
+class CharacterDetokenizer:
+    """The detokenizer of a `CharacterTokenizer`: token 0 is U+4E00, and so on."""
+
+    last_segment = ""
+
+    def add_token(self, token: int) -> None:
+        self.last_segment = chr(0x4E00 + token)
+
+    def finalize(self) -> None:
+        pass
 
 
 def target_of(model: Any, family: str) -> Target:
@@ -101,9 +118,9 @@ def family_target(family: str, seed: int = 0, **changes: Any) -> Target:
 
 
 def dspark_for(target: Target) -> DFlash:
-    """A random DSpark over a target, with half of its tokens; row 0 drafts, or row 1.
+    """A random DSpark drafter for a target, with a vocabulary of half of its tokens.
 
-    Families have one of three kinds of Markov heads, by turns.
+    The kind of Markov head depends on the family, and whether the first row drafts on the kind.
     """
     head = ("vanilla", "gated", "rnn")[FAMILIES.index(target.name) % 3]
     raw = {
@@ -119,7 +136,7 @@ def dspark_for(target: Target) -> DFlash:
 
 
 def eagle3_for(target: Target) -> DFlash:
-    """A random EAGLE-3 head over a target, with half of its tokens."""
+    """A random EAGLE-3 head for a target, with a vocabulary of half of its tokens."""
     taps = [0, 1, target.num_layers - 1]
     config = {"eagle_aux_hidden_state_layer_ids": taps}
     raw = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": config}
@@ -141,7 +158,7 @@ def _random_drafter(target: Target, raw: dict[str, Any]) -> DFlash:
     config = DraftConfig.from_dict(sizes | raw)
     drafter = network_for(config)(config)
     drafter.d2t = mx.arange(target.vocab_size // 2)  # every other token
-    mx.eval(drafter.parameters(), drafter.d2t)  # an engine drafts in another thread
+    mx.eval(drafter.parameters(), drafter.d2t)  # because an engine drafts in another thread
     return drafter
 
 
@@ -151,21 +168,21 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 def small_prompt(length: int, seed: int) -> list[int]:
-    """Token ids of a prompt that every tiny vocabulary has."""
+    """Token ids of a prompt that are in every tiny vocabulary."""
     return [token % 192 for token in random_prompt(length, seed)]
 
 
 def plain_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What mlx-lm's own one-token loop generates greedily."""
+    """The greedy text of mlx-lm's own loop."""
     steps = generate_step(mx.array(prompt), model, max_tokens=count)
     return [int(token) for token, _ in steps]
 
 
 @functools.cache
 def truth(family: str, seed: int) -> tuple[Target, list[int], list[int]]:
-    """A random target, a prompt, and mlx-lm's own greedy text; made once for all tests.
+    """A random target, a prompt, and mlx-lm's greedy text; shared by all tests.
 
-    Text that repeats itself proves little, so weights are drawn until it does not.
+    Text that repeats a few tokens would test little, so weights are drawn until it is varied.
     """
     prompt = random_prompt(PROMPTS[seed], seed)
     for draw in range(seed, seed + 2 * DRAWS, 2):

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them, through the gguf package's writer."""
+"""GGUF files as llama.cpp's converter writes them, made with the gguf package."""
 
 import importlib
 import json
@@ -16,14 +16,17 @@ from tinymodels import CHAT_TEMPLATE, END, SHAPE, random_model, tokenizer
 
 Arrays = dict[str, np.ndarray]
 SIZES = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 32},
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
 }
 ROWS = tomllib.loads((Path(__file__).parent / "ggufs.toml").read_text())
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k as llama.cpp's converter permutes Llama's."""
+    """Permute the rows of q or k as llama.cpp's converter does it for Llama."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -37,7 +40,7 @@ def plus_one(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 def tiled(name: str, weight: np.ndarray) -> np.ndarray:
-    """Value heads as Qwen 3.5's files order them: the first of each key head, then the second."""
+    """Reorder value heads as in Qwen 3.5's files: the first of each key head, then the second."""
     size = 1 if name.endswith(("in_proj_b.weight", "in_proj_a.weight", "dt_bias", "A_log")) else 32
     order = np.arange(4 * size).reshape(2, 2, size).swapaxes(0, 1).reshape(-1)
     weight = -np.exp(weight) if name.endswith("A_log") else weight
@@ -49,7 +52,7 @@ def tiled(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 def by_kind(name: str, weight: np.ndarray) -> np.ndarray:
-    """Qwen3-Next's merged rows, of each key head queries, keys, values and gates, by kind."""
+    """Reorder Qwen3-Next's merged rows: all queries, keys, values and gates, not by key head."""
     if "in_proj_qkvz" in name:
         parts = np.split(weight.reshape(2, 192, -1), [32, 64, 128], axis=1)
         return np.concatenate([part.reshape(-1, weight.shape[-1]) for part in parts])
@@ -62,7 +65,7 @@ def mamba(name: str, weight: np.ndarray) -> np.ndarray:
     return weight.reshape(2, -1) if name.endswith("mixer.norm.weight") else weight.squeeze()
 
 
-# What the converter changes.
+# How the converter changes tensors, by architecture.
 CHANGES = {
     **dict.fromkeys(("llama", "mixtral", "granite"), permuted),
     **dict.fromkeys(("gemma2", "gemma3"), plus_one),
@@ -71,7 +74,7 @@ CHANGES = {
     "lfm2": lambda name, weight: weight.squeeze() if "conv.conv" in name else weight,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), mamba),
 }
-# What a converter calls a tensor that mlx-lm merges or names otherwise.
+# Names of tensors in mlx-lm that differ from those in the checkpoints that are converted.
 HUGGING_FACE = {
     "language_model.": "",
     "mixer.switch_mlp.fc1": "mlp.experts.up_proj",
@@ -94,7 +97,7 @@ HUGGING_FACE = {
 
 
 def encode(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix as bytes of a type, and what these bytes mean, in float32."""
+    """A matrix as the bytes of a type, and the float32 values that these bytes stand for."""
     number = GGMLQuantizationType[kind]
     if kind == "F64":
         return weight.astype(np.float64), weight
@@ -103,7 +106,7 @@ def encode(weight: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def random_blocks(kind: GGMLQuantizationType, count: int, seed: int = 0) -> np.ndarray:
-    """Blocks [count, bytes] of any bits whose floats are finite."""
+    """Up to `count` blocks of random bits, those whose values are finite and below 1000."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     with np.errstate(all="ignore"):
@@ -112,7 +115,7 @@ def random_blocks(kind: GGMLQuantizationType, count: int, seed: int = 0) -> np.n
 
 
 def _add(writer: gguf.GGUFWriter, key: str, content: Any) -> None:
-    """A key; whole numbers are unsigned unless they are in a list, as the converter has them."""
+    """Add a key as the converter does: whole numbers are unsigned unless they are in a list."""
     if isinstance(content, list):
         writer.add_array(key, content)
     elif type(content) is int:
@@ -128,23 +131,27 @@ def write(
     kinds: Mapping[str, str],
     most_tensors: int = 0,
 ) -> Arrays:
-    """Write a file (`kinds`: the types of matrices; vectors are F32); what its bytes mean."""
+    """Write a file, and return the float32 values that its bytes stand for.
+
+    kinds: the types of matrices, by name; others and vectors are F32.
+    most_tensors: the most tensors of a file, if it is split into several.
+    """
     metadata = dict(metadata)
     architecture = metadata.pop("general.architecture")
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most_tensors)
     for key in sorted(metadata, key=lambda key: not key.startswith("general.")):
         content = metadata[key]
         _add(writer, key, content)
-    meant = {}
+    stored = {}
     for name, array in tensors.items():
         kind = kinds.get(name, "F32") if array.ndim > 1 and array.shape[-1] % 32 == 0 else "F32"
-        data, meant[name] = encode(array, kind)
+        data, stored[name] = encode(array, kind)
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return meant
+    return stored
 
 
 def vocabulary() -> dict[str, Any]:
@@ -165,7 +172,7 @@ def vocabulary() -> dict[str, Any]:
 
 
 def without_constants(model: Any) -> Any:
-    """A model whose norms, biases and routers are random too: a constant hides what is dropped."""
+    """A model with random norms, biases and routers: a constant would hide a dropped tensor."""
     random = np.random.default_rng(1)
     weights = [
         (name, array + mx.array(0.2 * random.normal(size=array.shape)).astype(array.dtype))
@@ -177,7 +184,7 @@ def without_constants(model: Any) -> Any:
 
 
 def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any], Arrays, Any]:
-    """A random model of a row: its metadata, its tensors by GGUF's names, and mlx-lm's model."""
+    """A random model of a row in ggufs.toml: metadata, tensors by GGUF's names, mlx-lm's model."""
     row = ROWS[name]
     sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer()))
     config = SHAPE | SIZES | sizes | {"tie_word_embeddings": True}
@@ -226,7 +233,7 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
 
 
 def model_of(folder: Path) -> Any:
-    """mlx-lm's module of a folder's config, without weights."""
+    """mlx-lm's model for a folder's config, without its weights."""
     config = json.loads((folder / "config.json").read_text())
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     return module.Model(module.ModelArgs.from_dict(config))

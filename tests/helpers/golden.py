@@ -1,4 +1,4 @@
-"""The golden drafters: weights, and the outputs that their authors' code makes of them."""
+"""Golden drafters: weights, and the outputs that their authors' code computes from them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ FOLDERS = [
 
 
 def corrected(drafter: DSpark, logits: mx.array, hidden: mx.array, previous: mx.array) -> mx.array:
-    """Logits [L, DV] with the bias that follows from the preceding tokens [L]."""
+    """Logits [L, DV] with the Markov head's bias for the preceding tokens [L]."""
     biases = []
     state = drafter.markov_head.first_state(1)
     for row in range(len(previous)):
@@ -34,7 +34,7 @@ def corrected(drafter: DSpark, logits: mx.array, hidden: mx.array, previous: mx.
 
 
 class Golden:
-    """A golden drafter, and the rounds over one text that it must draft so."""
+    """A golden drafter, and the expected values of several drafting steps over one text."""
 
     def __init__(self, name: str) -> None:
         self.folder = GOLDEN / name
@@ -44,15 +44,19 @@ class Golden:
         self.context = self.cases["context"][None]
 
     def case(self, number: int) -> SimpleNamespace:
-        """What round `number` is given and has to make."""
+        """The inputs and expected outputs of step `number`."""
         prefix = f"round{number}."
-        arrays = {k.removeprefix(prefix): v for k, v in self.cases.items() if k.startswith(prefix)}
+        arrays = {
+            name.removeprefix(prefix): array
+            for name, array in self.cases.items()
+            if name.startswith(prefix)
+        }
         start = arrays.pop("start").item()
         anchor = arrays.pop("anchor").item()
         return SimpleNamespace(start=start, anchor=anchor, **arrays)
 
     def target(self) -> SimpleNamespace:
-        """The parts of a target that a drafter sees."""
+        """The parts of a target that a drafter uses."""
         config = self.drafter.config
 
         def embed(tokens: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""A small server on the loopback that speaks as much of the hub's HTTP API as a download needs."""
+"""A small server on the loopback with those parts of the hub's HTTP API that downloads use."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ def _hash(content: bytes) -> str:
 
 
 class HubServer:
-    """Repositories that are folders on this disk, and the ways in which a download can fail.
+    """Serves folders as repositories, with settings that make a download fail.
 
     Attributes:
         repositories: owner/name -> the folder with its files.
-        gated: repositories that answer nobody.
-        sizes: file name -> a size to claim instead of the true one.
-        hold: while it is not set, files longer than `PART` end there.
+        gated: repositories that refuse all requests.
+        sizes: file name -> a size to report instead of the true one.
+        hold: while it is not set, downloads stop after `PART` bytes and wait.
         requests: (method, path, Range header) of every request, in order.
     """
 
@@ -45,13 +45,13 @@ class HubServer:
         self.hold.set()
 
     def fetched(self) -> dict[str, int]:
-        """How often the content of each file was asked for."""
-        asked = [path for method, path, _ in self.requests if method == "GET"]
-        return Counter(path.rpartition("/")[2] for path in asked if "/resolve/" in path)
+        """How often the content of each file was requested, by its name."""
+        paths = [path for method, path, _ in self.requests if method == "GET"]
+        return Counter(path.rpartition("/")[2] for path in paths if "/resolve/" in path)
 
     @contextmanager
     def running(self) -> Iterator["HubServer"]:
-        """Serve while the block runs, on a free port."""
+        """Serve on a free port while the block runs."""
         with web_server(self.answer) as self.url:
             try:
                 yield self
@@ -59,7 +59,7 @@ class HubServer:
                 self.hold.set()
 
     def answer(self, request: Any) -> tuple[int, Iterable[bytes], dict[str, Any]]:
-        """What `web_server` sends."""
+        """The status, content and headers that `web_server` sends."""
         path = urlsplit(request.path).path
         self.requests.append((request.command, path, request.headers.get("Range")))
         parts = path.removeprefix("/api/models").removeprefix("/datasets").strip("/").split("/")

@@ -1,4 +1,4 @@
-"""What the kernels' tests share: where they run, random weights, and the error that is allowed."""
+"""Shared by tests of kernels: the factory of kernels, random weights, and tolerances."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from metal_host import EmulatedKernel, needs_compiler
 from dflash_mlx.kernels.verify_matmul import verify_matmul_reference
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
-# Of the largest magnitude in the result.
+# Relative to the largest magnitude in the result.
 TOLERANCES = {mx.float16: 1e-3, mx.bfloat16: 8e-3, mx.float32: 1e-5}
 DTYPES = list(TOLERANCES)
 
@@ -27,42 +27,48 @@ def kernel_factory(checked: bool = True):
 
 
 def relative_error(y: mx.array, truth: mx.array) -> float:
-    """The largest difference, as a part of the truth's largest magnitude."""
+    """The largest difference, relative to the largest magnitude of the truth."""
     y = y.astype(mx.float32)
     truth = truth.astype(mx.float32)
     return (mx.abs(y - truth).max() / mx.abs(truth).max()).item()
 
 
-# Half of the distance between two numbers of a dtype, as a part of the smaller.
+# Half of the distance between two neighbouring numbers of a dtype, relative to the smaller one.
 HALF_STEP = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}
 
 
 def float64(x: Weights) -> np.ndarray:
-    """An array, or what weights stand for, in float64."""
+    """An array or dequantized weights, in float64."""
     return np.array(dequantized(x), np.float64)
 
 
 def within_rounding(y: mx.array, truth: np.ndarray, magnitude: np.ndarray, sums: int = 64) -> bool:
-    """Whether a result is the truth, rounded once to its dtype, up to errors of float32 sums.
+    """Whether a result is the truth rounded once to its dtype, except for errors of float32 sums.
 
-    truth: computed in float64 from the same inputs
-    magnitude: the sum of the absolute values that are added up for each element
-    sums: how many float32 roundings of that size are forgiven
+    Args:
+        y: the result.
+        truth: the result in float64, from the same inputs.
+        magnitude: the sum of the absolute values that are added for each element.
+        sums: the number of float32 roundings of that magnitude to allow.
 
-    One more rounding to the dtype of the result, or a value read twice, exceeds this.
+    One more rounding to the dtype, or a value that is read twice, exceeds the tolerance.
     """
     allowed = HALF_STEP[y.dtype] * np.abs(truth) * 1.001 + sums * 2.0**-24 * magnitude
     if y.dtype == mx.float16:
-        allowed = allowed + 2.0**-25  # half of the smallest number there is
+        allowed = allowed + 2.0**-25  # half of the smallest float16
     return bool((np.abs(float64(y) - truth) <= allowed).all())
 
 
 def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """x w^T in float64, silu(x w^T) x up^T with `up`; and the magnitude for `within_rounding`."""
+    """A product in float64, and the magnitude for `within_rounding`.
+
+    It is x w^T, or with `up` the gated product silu(x w^T) * (x up^T).
+    """
     rows = float64(x)
     weights = float64(w)
-    if isinstance(w, AffineWeights):  # a code times scale, and a bias, may be larger than their sum
-        scales, biases = (np.abs(float64(a)).repeat(w.group_size, -1) for a in (w.scales, w.biases))
+    if isinstance(w, AffineWeights):  # code * scale and the bias may be larger than their sum
+        scales = np.abs(float64(w.scales)).repeat(w.group_size, -1)
+        biases = np.abs(float64(w.biases)).repeat(w.group_size, -1)
         size = scales * (2**w.bits) + biases
     else:
         size = np.abs(weights)
@@ -70,16 +76,16 @@ def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndar
     magnitude = np.abs(rows) @ size.T
     if up is None:
         return truth, magnitude
-    other, of_other = product(x, up)
+    up_truth, up_magnitude = product(x, up)
     with np.errstate(over="ignore"):
-        unit = truth / (1 + np.exp(-truth))
-    # The unit multiplies an error of the gate by at most 1.1; exp and the quotient add their own.
-    of_unit = 1.1 * magnitude + 4 * np.abs(unit)
-    return unit * other, np.abs(unit) * of_other + of_unit * np.abs(other)
+        silu = truth / (1 + np.exp(-truth))
+    # silu multiplies an error of its argument by 1.1 at most; exp and the division add errors.
+    silu_magnitude = 1.1 * magnitude + 4 * np.abs(silu)
+    return silu * up_truth, np.abs(silu) * up_magnitude + silu_magnitude * np.abs(up_truth)
 
 
 def check_products(matmul, x: mx.array, *weights: Weights, gated: bool = False) -> list[mx.array]:
-    """The kernel's results after holding each to one rounding, and the reference to float32."""
+    """The kernel's results, asserted to be float64's rounded once; checks the reference as well."""
     results = matmul(x, *weights, gated=gated)
     groups = [weights] if gated else [(w,) for w in weights]
     dtype = mx.result_type(x, getattr(weights[0], "scales", weights[0]))
@@ -97,8 +103,8 @@ def check_rows(multiply, rows: int, counts) -> None:
 
     Args:
         multiply: takes a slice of the rows, and returns one array or several with a row for each.
-        rows: how many rows there are.
-        counts: how many of the first, and of the last rows share a call.
+        rows: the number of rows.
+        counts: the first rows, and the last rows, are multiplied in calls of so many.
     """
 
     def products(part: slice) -> list[mx.array]:
@@ -114,7 +120,7 @@ def check_rows(multiply, rows: int, counts) -> None:
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:
-    """Equal in every bit: unlike ==, this tells 0 from -0 and finds a NaN equal to itself."""
+    """Whether all bits are equal. Unlike with ==, 0 differs from -0, and a NaN equals itself."""
     words = {2: mx.uint16, 4: mx.uint32}[a.dtype.size]
     return a.dtype == b.dtype and mx.array_equal(a.view(words), b.view(words)).item()
 
@@ -130,13 +136,16 @@ def random_weights(
 
 
 def random_parents(nodes: int, seed: int = 0) -> list[int]:
-    """Parents of a random tree, -1 for the root, parents before children."""
+    """The parent of each node of a random tree, which comes before it; the root's is -1."""
     random = np.random.default_rng(seed)
-    return [-1, *(int(random.integers(max(0, node - 5), node)) for node in range(1, nodes))]
+    parents = [-1]
+    for node in range(1, nodes):
+        parents.append(int(random.integers(max(0, node - 5), node)))
+    return parents
 
 
 def random_tree(nodes: int, seed: int = 0) -> tuple[mx.array, mx.array]:
-    """Depths [N] of a random tree's nodes and, as booleans [N, N], who is whose ancestor."""
+    """A random tree: the depths [N] of its nodes, and for each [N, N] which are its ancestors."""
     depths = np.zeros(nodes, np.int32)
     ancestors = np.eye(nodes, dtype=bool)
     for node, parent in enumerate(random_parents(nodes, seed)):
@@ -147,5 +156,7 @@ def random_tree(nodes: int, seed: int = 0) -> tuple[mx.array, mx.array]:
 
 
 def path(parents: list[int], node: int) -> list[int]:
-    """The rows from the root to a node."""
-    return [*(path(parents, parents[node]) if node else []), node]
+    """The nodes from the root to a node."""
+    if node == 0:
+        return [0]
+    return [*path(parents, parents[node]), node]

@@ -1,4 +1,4 @@
-"""Random models whose verify runs on our kernels, what counts launches, and what records them."""
+"""Random models that verify on our kernels, and kernel factories that count or record calls."""
 
 import copy
 import re
@@ -15,11 +15,11 @@ from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.targets import Target
 
-HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
+HEAD = 64  # the smallest head size that the attention kernel takes
 
 
 def quick_factory():
-    """Kernels for whole models: the emulator looks for no races, which other tests do."""
+    """Kernels for whole models. The emulator does not look for races, to be faster."""
     return kernel_factory(checked=False)
 
 
@@ -29,10 +29,15 @@ def base_name(name: str) -> str:
 
 
 class Launches:
-    """A factory of emulated kernels that counts their calls by name, without its constants.
+    """A factory of emulated kernels that counts their calls.
 
-    change: of a name, the keywords of a call and its results: what becomes of the results.
-    libraries: the names with constants and dtypes of what was called: what Metal would compile.
+    Args:
+        factory: makes the kernels; by default `quick_factory`.
+        change: gives other results for the name of a kernel, the keywords of a call, its results.
+
+    Attributes:
+        counts: the number of calls by `base_name`.
+        libraries: the kernels that Metal would compile: names with constants, and dtypes.
     """
 
     def __init__(self, factory=None, change=None) -> None:
@@ -54,10 +59,11 @@ class Launches:
 
 
 def half_precision(family: str, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16, **changes):
-    """A random model in half precision, its matrices in so many bits."""
+    """A random model in half precision, with quantized matrices unless `bits` is None."""
     model = families.random_model(family, seed=3, head_dim=HEAD, **changes)
     model.set_dtype(dtype)
-    if quantization := Quantization.of(bits, "affine", 32):
+    quantization = Quantization.of(bits, "affine", 32)
+    if quantization:
         quantization.apply(model)
     return model
 
@@ -65,7 +71,7 @@ def half_precision(family: str, bits: int | None = 4, dtype: mx.Dtype = mx.bfloa
 def exact_target(
     family: str, factory, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16
 ) -> Target:
-    """Such a model with all of its verify on our kernels."""
+    """A target of a half-precision model that verifies exactly, all on our kernels."""
     model = half_precision(family, bits, dtype)
     config = copy.deepcopy(families.CONFIGS[family])
     kernel_plan = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
@@ -79,7 +85,7 @@ def exact_target(
 
 
 def chosen_target(family: str, factory) -> Target:
-    """Such a model in float32, where ours won from 4 rows on."""
+    """A float32 target for which our kernels were chosen for 4 and more rows."""
     target = float_target(family)
     rows = {
         key: frozenset(range(4, max(candidate) + 1))
@@ -92,7 +98,7 @@ def chosen_target(family: str, factory) -> Target:
 
 
 def float_target(family: str) -> Target:
-    """The same model on MLX's kernels alone."""
+    """A float32 target on MLX's kernels."""
     model = half_precision(family, None, mx.float32)
     return Target(
         model, tokenizer=families.CharacterTokenizer(), config=families.CONFIGS[family], name=family
@@ -100,11 +106,11 @@ def float_target(family: str) -> Target:
 
 
 class Recorder:
-    """A factory whose kernels compute zeros and keep the Metal that MLX would compile.
+    """A factory of kernels that compute zeros and record the Metal code that MLX would compile.
 
     Attributes:
-        wrappers: of all calls, once each, by their text.
-        launches: of every call the name, the grid, the threadgroup and the shapes of its outputs.
+        wrappers: the functions of all calls, by their text.
+        launches: the name, grid, threadgroup and output shapes of every call.
     """
 
     def __init__(self) -> None:

@@ -19,9 +19,16 @@ from tinymodels import tokenizer
 
 MIMO = {
     "model_type": "mimo",
-    **{"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "vocab_size": 256},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6},
-    **{"rope_theta": 10000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1},
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 1,
 }
 HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "mimo", "nemotron_h")
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -36,7 +43,10 @@ def config_of(family: str) -> dict[str, Any]:
 
 
 def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a head's tensors by their published names; `*` in the data is every expert."""
+    """The shapes of a head's tensors by their published names.
+
+    A `*` in the data stands for the number of each expert.
+    """
     config = config_of(family)
     config = config.get("text_config", config)
     experts = range(config.get("num_experts") or config.get("n_routed_experts") or 1)
@@ -53,16 +63,19 @@ def head_weights(family: str, seed: int = 0) -> dict[str, np.ndarray]:
     weights = {}
     for name, shape in shapes_of(family).items():
         noise = draws.standard_normal(shape)
-        scaled = noise / np.sqrt(shape[-1]) if len(shape) > 1 else 0.1 * noise
-        is_norm = "norm" in name and name.endswith("weight") and not family.startswith("qwen")
-        weights[name] = (scaled + is_norm).astype(np.float32)
+        value = noise / np.sqrt(shape[-1]) if len(shape) > 1 else 0.1 * noise
+        is_norm = "norm" in name and name.endswith("weight")
+        if is_norm and not family.startswith("qwen"):  # Qwen stores norms minus 1
+            value = value + 1
+        weights[name] = value.astype(np.float32)
     return weights
 
 
 def save_pair(folder: Path, family: str, seed: int = 0) -> tuple[Path, str]:
-    """A target's folder, and the drafter: "mtp" for a head in it, or the head's own folder.
+    """Save a target with an MTP head: its folder, and the `draft` argument of `load`.
 
-    mlx-lm drops DeepSeek-V3's head by the number 61, and Qwen3-Next's in unconverted files only.
+    That is "mtp" if the head is in the target's folder, else the folder of the head: mlx-lm drops
+    DeepSeek-V3's head only as layer 61, and Qwen3-Next's only in unconverted files.
     """
     config = config_of(family)
     head = {name: mx.array(value) for name, value in head_weights(family, seed).items()}

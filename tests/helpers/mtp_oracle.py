@@ -1,4 +1,4 @@
-"""MTP heads in numpy, written from public code by somebody who had not seen this package's.
+"""MTP heads in numpy, written from public code by someone who had not seen this package.
 
 Sources: vllm/model_executor/models/{qwen3_5_mtp,deepseek_mtp,glm4_moe_mtp,mimo_mtp}.py and
 vllm/v1/spec_decode; sglang's models/{qwen3_5_mtp,deepseek_nextn}.py; transformers' MtpModel and
@@ -14,7 +14,8 @@ import numpy as np
 from numpy_layers import attend, rms, rotate, sigmoid, softmax
 
 F = np.float32
-# By family: prefix, norms of embedding and feature, the joining matrix, the layer, the final norm.
+# Names by kind: the norms of embedding and feature, the projection of both, the layer's prefix, and
+# the final norm.
 NAMES = {
     "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0.", "norm"),
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "", "final_layernorm"),
@@ -27,7 +28,7 @@ def frequencies(dims: int, theta: float) -> Any:
 
 
 class Head:
-    """One request's drafting with a head."""
+    """A head with the cache of one request."""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class Head:
         self.values: list[Any] = []
 
     def draft(self, features: Any, tokens: Sequence[int], count: int) -> Any:
-        """Add the rows of features [T, D] and the tokens after each; then draft, greedily.
+        """Add rows of features [T, D] and the token after each, then draft greedily.
 
-        Returns the logits [count, V] of the drafts.
+        Returns the logits [count, V] of the drafts, whose rows are not kept in the cache.
         """
         hidden = self.rows(features, tokens)[-1:]
         kept = len(self.keys)
@@ -106,16 +107,19 @@ class Head:
         if self.kind == "qwen":  # per head [q ; gate]
             q, gate = np.split(q.reshape(len(x), heads, 2 * size), 2, axis=-1)
         q = q.reshape(len(x), heads, size)
-        k, v = (self.linear(x, f"{p}{n}_proj").reshape(len(x), -1, size) for n in "kv")
+        k = self.linear(x, f"{p}k_proj").reshape(len(x), -1, size)
+        v = self.linear(x, f"{p}v_proj").reshape(len(x), -1, size)
         if f"{p}q_norm.weight" in self.w:
             q = self.norm(q, f"{p}q_norm")
             k = self.norm(k, f"{p}k_norm")
         dims = int(size * rope.get("partial_rotary_factor", 1))
-        q, k = (rotate(t, positions, frequencies(dims, rope["rope_theta"])) for t in (q, k))
+        freqs = frequencies(dims, rope["rope_theta"])
+        q = rotate(q, positions, freqs)
+        k = rotate(k, positions, freqs)
         out = self.attend(q, k, v)
-        return self.linear(
-            out if gate is None else out * sigmoid(gate.reshape(out.shape)), f"{p}o_proj"
-        )
+        if gate is not None:
+            out = out * sigmoid(gate.reshape(out.shape))
+        return self.linear(out, f"{p}o_proj")
 
     def latent_attention(self, x: Any, positions: Any) -> Any:
         """DeepSeek's MLA, expanded. The norms in it have eps 1e-6."""
@@ -126,14 +130,15 @@ class Head:
         rank = c["kv_lora_rank"]
         q = rms(self.linear(x, f"{p}q_a_proj"), self.w[f"{p}q_a_layernorm.weight"], 1e-6)
         q = self.linear(q, f"{p}q_b_proj").reshape(len(x), heads, -1)
-        latent, turned = np.split(self.linear(x, f"{p}kv_a_proj_with_mqa"), [rank], axis=-1)
+        latent, rope_key = np.split(self.linear(x, f"{p}kv_a_proj_with_mqa"), [rank], axis=-1)
         latent = rms(latent, self.w[f"{p}kv_a_layernorm.weight"], 1e-6)
         both = self.linear(latent, f"{p}kv_b_proj").reshape(len(x), heads, -1)
         k, v = np.split(both, [nope], axis=-1)
-        turns = positions, frequencies(c["qk_rope_head_dim"], c["rope_theta"]), True
-        q_turned, k_turned = (rotate(t, *turns) for t in (q[..., nope:], turned[:, None]))
-        q = np.concatenate([q[..., :nope], q_turned], -1)
-        k = np.concatenate([k, k_turned.repeat(heads, 1)], -1)
+        freqs = frequencies(c["qk_rope_head_dim"], c["rope_theta"])
+        rotated_q = rotate(q[..., nope:], positions, freqs, pairs=True)
+        rotated_k = rotate(rope_key[:, None], positions, freqs, pairs=True)
+        q = np.concatenate([q[..., :nope], rotated_q], -1)
+        k = np.concatenate([k, rotated_k.repeat(heads, 1)], -1)
         return self.linear(self.attend(q, k, v), f"{p}o_proj")
 
     def swiglu(self, x: Any, name: str) -> Any:
@@ -163,7 +168,10 @@ class Head:
         return out + self.swiglu(x, f"{p}shared_experts.")
 
     def route(self, logits: Any) -> Any:
-        """Experts and weights: softmax (Qwen), or a sigmoid whose bias only chooses."""
+        """Experts and their weights, from a softmax (Qwen) or a sigmoid.
+
+        The bias of a sigmoid is used to choose experts, but not for their weights.
+        """
         bias = self.w.get(f"{self.layer}mlp.gate.e_score_correction_bias")
         scores = softmax(logits) if bias is None else sigmoid(logits)
         choice = scores if bias is None else scores + bias

@@ -1,4 +1,4 @@
-"""What the drafters' references in numpy are made of, as papers have it: slow, without caches."""
+"""Layers in numpy for the references of drafters: slow, and without caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def rms(x: Any, weight: Any, eps: float) -> Any:
-    """Normed along the last axis."""
+    """RMS norm along the last axis."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -17,7 +17,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def softmax(x: Any) -> Any:
-    """Along the last axis."""
+    """Softmax along the last axis."""
     x = np.exp(x - x.max(-1, keepdims=True))
     return x / x.sum(-1, keepdims=True)
 
@@ -25,16 +25,21 @@ def softmax(x: Any) -> Any:
 def rotate(
     x: Any, positions: Any, frequencies: Any, pairs: bool = False, magnitude: float = 1.0
 ) -> Any:
-    """RoPE of the first dimensions of x [T, H, d] at positions [T], by halves or in pairs."""
+    """RoPE of the first dimensions of x [T, H, d] at positions [T].
+
+    A frequency rotates dimensions i and i + half together, or with `pairs` 2i and 2i + 1.
+    """
     angle = np.asarray(positions)[:, None, None] * frequencies
-    cos, sin = (magnitude * f(angle).astype(x.dtype) for f in (np.cos, np.sin))
+    cos = magnitude * np.cos(angle).astype(x.dtype)
+    sin = magnitude * np.sin(angle).astype(x.dtype)
     half = len(frequencies)
     out = x.copy()
-    first, second = (
-        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-        if pairs
-        else (slice(half), slice(half, 2 * half))
-    )
+    if pairs:
+        first = slice(0, 2 * half, 2)
+        second = slice(1, 2 * half, 2)
+    else:
+        first = slice(half)
+        second = slice(half, 2 * half)
     a = x[..., first]
     b = x[..., second]
     out[..., first] = a * cos - b * sin
@@ -43,11 +48,14 @@ def rotate(
 
 
 def attend(q: Any, k: Any, v: Any, seen: Any, scale: float, sinks: Any = None) -> Any:
-    """Attention [T, H*d] of queries [T, H, d] to the keys [S, KV, d] that each has `seen` [T, S].
+    """Attention [T, H*d] of queries [T, H, d] to keys [S, KV, d].
 
-    `sinks` [H] are the scores of one more key, whose value is 0.
+    `seen` [T, S] tells which keys a query sees. `sinks` [H] are the scores of one more key, whose
+    value is 0.
     """
-    k, v = (x.repeat(q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat(group, axis=1)
+    v = v.repeat(group, axis=1)
     scores = np.where(seen, np.einsum("thd,shd->hts", q, k) * scale, -np.inf)
     most = scores.max(-1, keepdims=True)
     weights = np.exp(scores - most)

@@ -1,7 +1,7 @@
-"""Drafters of chains and trees that know the answer, and are right as often as a test wants.
+"""Oracles: drafters that are given the answer, and draft right tokens as often as a test wants.
 
-A random drafter never exercises acceptance and a perfect one never exercises rollback. Nothing here
-imports the library's drafters: an oracle is anything that has the shape the loop asks for.
+With a random drafter, acceptance would not be tested, and with a perfect one, rollback would not
+be. Nothing here imports the library's drafters: an oracle has the methods that the loop calls.
 """
 
 import random
@@ -16,8 +16,8 @@ class Oracle:
     """Drafts the target's own tokens: each draft position is right with probability `p`.
 
     With `script`, step s is right in exactly its first `script[s]` draft positions instead. An
-    oracle is its own session too, so a new one is made for every request. It checks that the loop
-    gives it the features of every committed token, once, in order, and the last one as the anchor.
+    oracle is also its own session, so every request needs a new one. It checks that the loop gives
+    it the features of every committed token once and in order, and the right anchor.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Oracle:
         self.text = [*prompt, *answer]
         self.vocab_size = vocab_size
         self.random = random.Random(seed)
-        self.taps: list[mx.array] = []  # what the loop handed over, [1, S, K*D] each
-        self.widths: list[int] = []  # what the loop asked for, in each step
+        self.taps: list[mx.array] = []  # the features that it got, [1, S, K*D] each
+        self.widths: list[int] = []  # the requested width of each step
 
     def start(self, target, sampler) -> "Oracle":
         self.features = len(self.tap_layers) * target.hidden_size
@@ -51,30 +51,35 @@ class Oracle:
         position = sum(taps.shape[1] for taps in self.taps)
         assert anchor == self.text[position], "the anchor is not the token that was committed last"
         assert width >= 1
-        right = self.script[len(self.widths)] if self.script is not None else None
+        right_slots = self.script[len(self.widths)] if self.script is not None else None
         self.widths.append(width)
         tokens = [anchor]
         for slot in range(width - 1):
-            good = self.random.random() < self.p if right is None else slot < right
-            tokens.append(self._token(position + 1 + slot, good))
+            if right_slots is None:
+                is_right = self.random.random() < self.p
+            else:
+                is_right = slot < right_slots
+            tokens.append(self._token(position + 1 + slot, is_right))
         return Proposal(tokens)
 
-    def _token(self, position: int, good: bool) -> int:
-        if position >= len(self.text):  # past what the target said: no slot can be right or wrong
+    def _token(self, position: int, is_right: bool) -> int:
+        if position >= len(self.text):  # after the end of the answer, which no draft can match
             return self.random.randrange(self.vocab_size)
-        wrong = self.random.randrange(1, self.vocab_size)
-        return (self.text[position] + (0 if good else wrong)) % self.vocab_size
+        offset = self.random.randrange(1, self.vocab_size)
+        if is_right:
+            return self.text[position]
+        return (self.text[position] + offset) % self.vocab_size
 
 
-class Proposes:
-    """A drafter that proposes what a test says, whatever it is asked."""
+class FunctionDrafter:
+    """A drafter whose proposals a function of the test makes, from the anchor and the width."""
 
     tap_layers = ()
 
     def __init__(self, proposal: Callable[[int, int], Proposal]) -> None:
         self.proposal = proposal
 
-    def start(self, target, sampler) -> "Proposes":
+    def start(self, target, sampler) -> "FunctionDrafter":
         return self
 
     def extend(self, taps: mx.array) -> None:
@@ -85,7 +90,7 @@ class Proposes:
 
 
 def random_tree(rng: random.Random, rows: int, vocab_size: int = 256) -> Proposal:
-    """A tree of random tokens with branches: half its nodes follow the node before them."""
+    """A tree of random tokens with at least one branch; about half of its nodes extend a path."""
     while True:
         parents = [-1]
         for row in range(1, rows):
@@ -96,12 +101,12 @@ def random_tree(rng: random.Random, rows: int, vocab_size: int = 256) -> Proposa
 
 
 def separate_paths(target, text: Sequence[int], proposal: Proposal) -> mx.array:
-    """Logits [N, V] of a tree's nodes after a text, every path read by a request of its own."""
+    """Logits [N, V] of a tree's nodes after a text, with each path read as a separate chain."""
     rows: dict[int, mx.array] = {}
     for path in sorted(proposal.paths(), key=len, reverse=True):
         path = [0, *path]
         if path[-1] in rows:
-            continue  # on the way to a leaf that was read before
+            continue  # a part of a longer path
         session = target.start()
         list(session.prefill(text))
         logits, _ = session.verify(Proposal([proposal.tokens[row] for row in path]))

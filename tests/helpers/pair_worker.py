@@ -1,8 +1,8 @@
-"""Has the embedded pair answer its held-out prompts and prints as JSON what that took.
+"""Answer the embedded pair's held-out prompts, and print tokens, steps and correctness as JSON.
 
     python pair_worker.py FOLDER
 
-For test_tiny_pair.py. A process of its own, because a BLAS must be chosen before MLX is imported.
+test_tiny_pair.py runs it as a new process, because a BLAS must be chosen before MLX is imported.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_mlx.machine.blas import use_fast_blas
 
-PER_CATEGORY = 10  # prompts; 7 categories make 70
+PER_CATEGORY = 10  # prompts of each of 7 categories
 
 
 def read_prompts(folder: Path) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def read_prompts(folder: Path) -> list[dict[str, Any]]:
 
 
 def shortest_of_each(records: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """So many of every category; reading long prompts costs much and shows nothing more."""
+    """The `count` shortest prompts of every category: reading longer ones only takes longer."""
     chosen: dict[str, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda record: len(json.dumps(record["messages"]))):
         chosen.setdefault(record["category"], []).append(record)
@@ -32,7 +32,7 @@ def shortest_of_each(records: list[dict[str, Any]], count: int) -> list[dict[str
 
 
 def quality(folder: Path) -> list[dict[str, Any]]:
-    """Prompts answered to their end: drafted, and by mlx-lm, all in one batch."""
+    """Complete answers with the drafter, compared with those that mlx-lm gives in one batch."""
     from mlx_lm.generate import batch_generate
 
     from dflash_mlx.loading.load import load_drafter, load_target
@@ -42,8 +42,10 @@ def quality(folder: Path) -> list[dict[str, Any]]:
     drafter = load_drafter(str(folder / "drafter"))
     records = shortest_of_each(read_prompts(folder), PER_CATEGORY)
     tokenizer = target.tokenizer
-    asked = [record["messages"] for record in records]
-    ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in asked]
+    ids = [
+        tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
+        for record in records
+    ]
     generated = batch_generate(target.model, tokenizer, ids, max_tokens=256, return_token_ids=True)
     answers = []
     for record, prompt, plain in zip(records, ids, generated.token_ids, strict=True):

@@ -1,4 +1,4 @@
-"""Pairs of a target and a drafter, one of every kind."""
+"""Pairs of a target and a drafter, one for every kind of drafter."""
 
 from __future__ import annotations
 
@@ -98,16 +98,19 @@ EAGLE |= {"layer_types": ["full_attention"]}
 
 
 def noisy(network: Any, noise: float, seed: int) -> Any:
-    """A network whose weights are moved at random, so that no term of it is 0 or 1."""
+    """A network with random noise added to its weights, so that none is exactly 0 or 1."""
     mx.random.seed(seed)
-    moved = tree_map(lambda w: w + noise * mx.random.normal(w.shape), network.parameters())
-    network.update(moved)
+
+    def add_noise(weight: mx.array) -> mx.array:
+        return weight + noise * mx.random.normal(weight.shape)
+
+    network.update(tree_map(add_noise, network.parameters()))
     return network
 
 
 @functools.cache
 def mtp(name: str) -> Pair:
-    """A target and its MTP head, through the door users take."""
+    """A target and its MTP head, loaded from a folder as users do it."""
     with tempfile.TemporaryDirectory() as folder:
         model, draft = save_pair(Path(folder), name)
         return load(str(model), draft=draft)
@@ -125,7 +128,7 @@ def lilicorr(**changes: Any) -> Pair:
 
 
 def assistant(name: str, **changes: Any) -> Pair:
-    """A Gemma 4 and an assistant, whose attention does not magnify rounding."""
+    """A Gemma 4 target and an assistant with small queries, so that rounding is not magnified."""
     target = family_target(name)
     drafter = noisy(Gemma4Assistant(ASSISTANT | changes, target), 0.1, seed=5)
     for layer in drafter["model"]["layers"]:
@@ -136,7 +139,7 @@ def assistant(name: str, **changes: Any) -> Pair:
 
 
 def gemma4(**changes: Any) -> Pair:
-    """A drafter with Gemma 4's layers that brings its own embedding and head, as DeepSpec's do."""
+    """A drafter with Gemma 4's layers, an embedding and a head, as DeepSpec's drafters have."""
     config = DraftConfig.from_dict(GEMMA4 | changes)
     stored = (EMBEDDING, HEAD, "layers.0.self_attn.q_norm.weight")
     return family_target("gemma4_dense"), noisy(network_for(config)(config, stored), 0.1, seed=3)
@@ -173,12 +176,12 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 
 @functools.cache
 def pair(name: str) -> Pair:
-    """The pair of a name in `PAIRS`, made once.
+    """A pair of `PAIRS`, shared by all tests.
 
-    It has drafted already, so that an engine's thread finds no array that is not computed yet.
+    It has drafted before, so that an engine's thread finds all arrays computed.
     """
     target, drafter = PAIRS[name]()
-    trees = [8] if target.supports_trees and drafts_trees(drafter) else []
-    for tree in (None, *trees):
-        dm.generate(target, drafter, [1, 2, 3], max_tokens=8, tree_budget=tree)
+    dm.generate(target, drafter, [1, 2, 3], max_tokens=8)
+    if target.supports_trees and drafts_trees(drafter):
+        dm.generate(target, drafter, [1, 2, 3], max_tokens=8, tree_budget=8)
     return target, drafter

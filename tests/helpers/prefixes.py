@@ -1,6 +1,6 @@
-"""Sessions without a model for the prefix cache: each row is a hash of all tokens up to its own.
+"""Sessions without a model, for tests of the prefix cache: a row is a hash of all tokens up to it.
 
-So the rows show a wrong parent, block border or checkpoint.
+So a wrong parent, block border or checkpoint shows in the rows.
 """
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ CHUNK = 4
 
 
 def hashes(ids, start=0):
-    """The row of every token."""
+    """The rows of tokens; `start` is the row before them."""
     values = []
     value = start
     for token in ids:
@@ -24,7 +24,7 @@ def hashes(ids, start=0):
 
 
 class Session(SupportsSharing):
-    """Rows of a target or drafter, and a state if they cannot be trimmed."""
+    """A session of a target or a drafter: rows, and a state if it cannot be trimmed."""
 
     intact = True
     is_recurrent = False
@@ -48,10 +48,11 @@ class Session(SupportsSharing):
     def take(self, ids):
         self.values += hashes(ids, self.values[-1] if self.values else 0)
         rows = mx.broadcast_to(mx.array(self.values)[:, None], (self.position, self.width))
-        self._all = mx.contiguous(rows)  # slices of it hold on to all of it
+        self._all = mx.contiguous(rows)  # a slice keeps all of this array in memory
 
-    def dry_run(self, given):
-        tokens = given if isinstance(given, int) else given.shape[1]
+    def dry_run(self, taps):
+        """Read tokens as a dry run does: a number of them, or features of that many."""
+        tokens = taps if isinstance(taps, int) else taps.shape[1]
         self.take([0] * tokens)
         return mx.zeros((1, tokens, 0))
 
@@ -74,7 +75,7 @@ class Session(SupportsSharing):
 
 
 class Target:
-    """What the cache needs of a target; `seed` is of its weights."""
+    """A target with all that the cache uses; `seed` determines its weights."""
 
     tokenizer = None
 
@@ -100,29 +101,40 @@ class Drafter:
 
 
 def store(target, drafter=None, **settings):
-    """A prefix cache of small blocks, with room for all."""
+    """A prefix store with small blocks and much memory."""
     settings = {"memory": 2**30, "chunk": CHUNK, "stride": 4 * CHUNK, "disk_left": 0} | settings
     return dm.PrefixStore(target, drafter or Drafter(), **settings)
 
 
 def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
-    """A request as `Conversation` makes it; returns the tokens that it started with, checked."""
-    key = {"kv_bits": kv_bits, "salt": salt}
-    target, drafter, held = store.open(prompt, Sampler(), **key)
-    sessions = target, drafter
-    for session in sessions:
-        assert session.values == hashes(prompt[:held])
-    assert held < len(prompt)
-    stops = store.checkpoint_positions(*sessions, prompt, ends, salt)
-    keys = store.keys(**key)
+    """Read a prompt and an answer as `Conversation` does, and store them.
+
+    Args:
+        step: the most tokens of a forward.
+        ends: positions in the prompt where other prompts branch.
+
+    Returns the number of stored tokens that the prompt continued from, after checking their rows.
+    """
+    target, drafter, reused = store.open(prompt, Sampler(), kv_bits=kv_bits, salt=salt)
+    for session in (target, drafter):
+        assert session.values == hashes(prompt[:reused])
+    assert reused < len(prompt)
+    stops = store.checkpoint_positions(target, drafter, prompt, ends, salt)
+    keys = store.keys(kv_bits=kv_bits, salt=salt)
     for stop in (*stops, len(prompt)):
         while target.position < stop:
-            more = prompt[target.position : min(stop, target.position + step)]
-            for session in sessions:
-                session.take(more)
-            store.insert(*sessions, keys, prompt[: target.position], target.position in stops)
-    text = [*prompt, *answer[:-1]]  # the last token of an answer is in no cache
-    for session in sessions:
-        session.take(text[len(prompt) :])
-    store.insert(*sessions, keys, text, True)
-    return held
+            chunk = prompt[target.position : min(stop, target.position + step)]
+            target.take(chunk)
+            drafter.take(chunk)
+            store.insert(
+                target,
+                drafter=drafter,
+                keys=keys,
+                ids=prompt[: target.position],
+                checkpoint=target.position in stops,
+            )
+    text = [*prompt, *answer[:-1]]  # the last token of an answer is never read
+    target.take(text[len(prompt) :])
+    drafter.take(text[len(prompt) :])
+    store.insert(target, drafter=drafter, keys=keys, ids=text, checkpoint=True)
+    return reused

@@ -1,4 +1,4 @@
-"""Block drafters from their papers, in numpy and float64: slow, no cache, on their own."""
+"""Block drafters in numpy and float64, written from their papers: slow and without caches."""
 
 import math
 
@@ -19,9 +19,9 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
     eps = config["rms_norm_eps"]
     start = len(taps)
     if "hidden_dim_adapter.proj.weight" in weights:
-        each = np.split(taps, len(config["target_layer_ids"]), axis=-1)
+        taps_of_layers = np.split(taps, len(config["target_layer_ids"]), axis=-1)
         adapter = weights["hidden_dim_adapter.proj.weight"]
-        taps = np.concatenate([tap @ adapter.T for tap in each], axis=-1)
+        taps = np.concatenate([tap @ adapter.T for tap in taps_of_layers], axis=-1)
     context = rms(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     x = block.astype(np.float64)
     for layer in range(config["num_hidden_layers"]):
@@ -50,7 +50,7 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
 
 
 def conv_kernels(config: dict, weights: dict, name: str, rows: np.ndarray) -> np.ndarray | None:
-    """DFlash2's kernels [B, 2, K, D], of a sub-layer's input and output; None for DFlash."""
+    """DFlash2's kernels [B, 2, K, D] for a sub-layer's input and output; None for DFlash."""
     if f"{name}.base_kernel" not in weights:
         return None
     base = weights[f"{name}.base_kernel"]
@@ -60,7 +60,7 @@ def conv_kernels(config: dict, weights: dict, name: str, rows: np.ndarray) -> np
 
 
 def convolve(rows: np.ndarray, kernels: np.ndarray | None, side: int) -> np.ndarray:
-    """Each row from itself and the rows before it in the block, one product at a time."""
+    """Convolve each row with the rows before it in the block. side: 0 for input, 1 for output."""
     if kernels is None:
         return rows
     out = np.zeros_like(rows)
@@ -73,7 +73,7 @@ def convolve(rows: np.ndarray, kernels: np.ndarray | None, side: int) -> np.ndar
 def walk(
     config: dict, weights: dict, hidden: np.ndarray, logits: np.ndarray, anchor: int
 ) -> list[int]:
-    """The chain after `anchor` that DFlash2's selector chooses greedily, slot after slot."""
+    """The chain after `anchor` that DFlash2's selector picks greedily, slot by slot."""
     selector = {
         name.removeprefix("candidate_selector."): np.asarray(value, np.float64)
         for name, value in weights.items()
@@ -82,14 +82,14 @@ def walk(
     chain = [anchor]
     for state, row in zip(hidden @ selector["hidden_projection.weight"].T, logits, strict=True):
         candidates = np.argsort(-row)[: config["selector_top_k"]]
-        pull = selector["predecessor_codebook"][chain[-1]] * state
-        scores = row[candidates] + selector["successor_codebook"][candidates] @ pull
+        query = selector["predecessor_codebook"][chain[-1]] * state
+        scores = row[candidates] + selector["successor_codebook"][candidates] @ query
         chain.append(int(candidates[scores.argmax()]))
     return chain[1:]
 
 
 def base_logits(config: dict, weights: dict, hidden: np.ndarray) -> np.ndarray:
-    """The logits [B, DV] of the drafter's own head, after multiplier, softcap and scale."""
+    """The logits [B, DV] of the drafter's head, after multiplier, softcap and scale."""
     logits = hidden @ np.asarray(weights["lm_head.weight"], np.float64).T
     logits = logits * config["output_multiplier"]
     cap = config["final_logit_softcapping"]
@@ -107,10 +107,11 @@ def markov_walk(
     noise: np.ndarray | None = None,
     temperature: float = 1.0,
 ) -> tuple[list[int], np.ndarray]:
-    """DSpark's walk: tokens [L] as target ids, corrected logits [L, DV].
+    """The tokens [L], as target ids, that DSpark picks one by one, and their logits [L, DV].
 
-    hidden [L, D] and base logits [L, DV] are of the rows that draft, noise [L, DV] is added to the
-    corrected logits over the temperature.
+    The logits are `logits` [L, DV] with the Markov head's bias for the token before. `hidden`
+    [L, D] are the states of the same rows. With `noise` [L, DV], the largest of logits /
+    temperature + noise is picked.
     """
     named = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     w1 = named["markov_head.markov_w1.weight"]
@@ -133,7 +134,8 @@ def markov_walk(
         corrected.append(base + config["logit_scale"] * (w2 @ inner))
         scores = corrected[-1] if noise is None else corrected[-1] / temperature + noise[row]
         chosen = int(scores.argmax())
-        previous = chosen + int(weights["d2t"][chosen]) if "d2t" in weights else chosen
+        offset = int(weights["d2t"][chosen]) if "d2t" in weights else 0
+        previous = chosen + offset
         tokens.append(previous)
     return tokens, np.array(corrected)
 
@@ -143,7 +145,7 @@ def affine(weights: dict, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def visible(start: int, block: int, window: int | None, causal: bool) -> np.ndarray:
-    """Which of the start + block positions each row of the block sees, one decision at a time."""
+    """Which of the start + block positions each row of the block sees [block, start + block]."""
     seen = np.zeros((block, start + block), bool)
     for row in range(block):
         for key in range(start + block):
@@ -160,7 +162,7 @@ def visible(start: int, block: int, window: int | None, causal: bool) -> np.ndar
 def attention(
     config: dict, weights: dict, x: np.ndarray, context: np.ndarray, seen: np.ndarray
 ) -> np.ndarray:
-    """Grouped-query attention of the block over context and block, [B, D]."""
+    """Grouped-query attention [B, D] of the block's rows to the context and the block."""
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
     rows = np.concatenate([context, x])
@@ -172,9 +174,13 @@ def attention(
     keys = rms(keys, weights["self_attn.k_norm.weight"], eps)
     values = project(weights, name="v_proj", x=rows, heads=kv_heads)
     frequencies, magnitude = rope_frequencies(config)
-    turn = frequencies, not config.get("rope_neox", True), magnitude
-    queries = rotate(queries, np.arange(start, start + len(x)), *turn)
-    keys = rotate(keys, np.arange(len(rows)), *turn)
+    rope = {
+        "frequencies": frequencies,
+        "pairs": not config.get("rope_neox", True),
+        "magnitude": magnitude,
+    }
+    queries = rotate(queries, np.arange(start, start + len(x)), **rope)
+    keys = rotate(keys, np.arange(len(rows)), **rope)
     sinks = weights.get("self_attn.attention_sink_bias")
     out = attend(
         queries, k=keys, v=values, seen=seen, scale=config["head_dim"] ** -0.5, sinks=sinks
@@ -192,9 +198,9 @@ def linear(weights: dict, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def rope_frequencies(config: dict) -> tuple[np.ndarray, float]:
-    """Radians per position of each pair, and the factor on the rotated values.
+    """The frequency of each pair in radians per position, and the factor of rotated values.
 
-    YaRN (arXiv 2309.00071): pairs that turn often keep their frequency, slow ones are interpolated.
+    YaRN (arXiv 2309.00071): high frequencies are kept, low ones are interpolated.
     """
     dims = config["head_dim"]
     theta = config["rope_theta"]
@@ -206,17 +212,19 @@ def rope_frequencies(config: dict) -> tuple[np.ndarray, float]:
     if scaling["rope_type"] == "linear":
         return frequencies / factor, 1.0
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_rotations(times: float) -> float:
+        """The (fractional) index of the pair that rotates `times` times in the original context."""
         length = scaling["original_max_position_embeddings"]
         return dims * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair_that_turns(scaling.get("beta_fast", 32))
-    high = pair_that_turns(scaling.get("beta_slow", 1))
+    low = pair_with_rotations(scaling.get("beta_fast", 32))
+    high = pair_with_rotations(scaling.get("beta_slow", 1))
     if scaling.get("truncate", True):
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, dims - 1)
-    slow = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
+    interpolated = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
     magnitude = scaling.get("attention_factor", 0.1 * math.log(factor) + 1)
-    return frequencies * (1 - slow) + frequencies / factor * slow, magnitude
+    scaled = frequencies * (1 - interpolated) + frequencies / factor * interpolated
+    return scaled, magnitude

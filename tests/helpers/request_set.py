@@ -1,4 +1,4 @@
-"""Many requests for an engine: a drafter that knows all their texts, and the texts alone."""
+"""Sets of requests for an engine: their plain texts, and a drafter that drafts these."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dflash_mlx.proposal import Proposal
 
 
 class TextOracle:
-    """A drafter for requests whose texts it knows: a slot is right with probability `p`.
+    """A drafter that is given the texts: each drafted token is right with probability `p`.
 
-    Its sessions are told the tokens, and look for a text that begins with them. With `branches` a
-    slot may have a wrong sibling, so what is verified is a tree. It checks what drafters are owed:
-    the features of every committed token, once and in order, and the right anchor.
+    Its sessions draft from the text that begins with the committed tokens. With `branches` they
+    draft trees, in which a token may have a wrong sibling. They also check that a drafter gets the
+    features of every committed token once and in order, and the right anchor.
     """
 
     def __init__(
@@ -66,37 +66,37 @@ class TextOracleSession(SupportsSharing):
     def extend(self, taps: mx.array, kept: Any = None, tokens: Sequence[int] = ()) -> None:
         assert taps.shape[0] == 1 and taps.shape[2] == self.features
         new = taps.shape[1] if kept is None else len(kept)
-        assert new == len(tokens), "features of every token, once"
+        assert new == len(tokens), "there are not as many features as tokens"
         self.tokens += tokens
 
     def propose(self, anchor: int, width: int) -> Proposal:
         oracle = self.oracle
-        so_far = [*self.tokens, anchor]
-        texts = [text for text in oracle.texts if text[: len(so_far)] == so_far]
-        assert texts, "the committed tokens begin none of the texts"
-        rest = texts[0][len(so_far) :]
+        committed = [*self.tokens, anchor]
+        texts = [text for text in oracle.texts if text[: len(committed)] == committed]
+        assert texts, "no text begins with the committed tokens"
+        continuation = texts[0][len(committed) :]
         tokens = [anchor]
         parents = [-1]
-        last = 0
+        parent = 0
         for slot in range(width - 1):
-            # Depends only on the position, not on which other requests are drafted for.
-            luck = random.Random(1000 * (len(so_far) + slot) + so_far[0])
-            right = rest[slot] if slot < len(rest) else 0
-            wrong = (right + luck.randrange(1, oracle.vocab_size)) % oracle.vocab_size
-            good = luck.random() < oracle.p
-            if oracle.branches and len(tokens) + 1 < width and luck.random() < 0.4:
+            # Depends on the position only, not on other requests in the batch.
+            rng = random.Random(1000 * (len(committed) + slot) + committed[0])
+            right = continuation[slot] if slot < len(continuation) else 0
+            wrong = (right + rng.randrange(1, oracle.vocab_size)) % oracle.vocab_size
+            is_right = rng.random() < oracle.p
+            if oracle.branches and len(tokens) + 1 < width and rng.random() < 0.4:
                 tokens.append(wrong)
-                parents.append(last)
+                parents.append(parent)
             if len(tokens) >= width:
                 break
-            tokens.append(right if good else wrong)
-            parents.append(last)
-            last = len(tokens) - 1
+            tokens.append(right if is_right else wrong)
+            parents.append(parent)
+            parent = len(tokens) - 1
         return Proposal(tokens, tuple(parents))
 
 
 class RequestSet:
-    """Requests of one target, and the tokens that plain decoding gives each of them."""
+    """Requests (prompt, settings) of one target, and the tokens of each, plainly decoded alone."""
 
     def __init__(
         self, target: dm.Target, requests: Sequence[tuple[list[int], dict[str, Any]]]
@@ -108,11 +108,14 @@ class RequestSet:
     @classmethod
     def joined(cls, sets: Sequence[RequestSet]) -> RequestSet:
         """The requests of several sets of one target."""
-        whole = cls(sets[0].target, [])
-        for requests in sets:
-            whole.requests += requests.requests
-            whole.alone += requests.alone
-        return whole
+        joined = cls(sets[0].target, [])
+        for request_set in sets:
+            joined.requests += request_set.requests
+            joined.alone += request_set.alone
+        return joined
+
+    def submit_to(self, engine: Any) -> list[Job]:
+        return [engine.submit(prompt, **settings) for prompt, settings in self.requests]
 
     def plain(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:
         return dm.generate(self.target, None, prompt, **fresh(settings)).tokens
@@ -127,14 +130,15 @@ class RequestSet:
 
 
 def fresh(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a request: what serves one request only is made anew by a function."""
-    return {
-        name: value() if name == "logits_processors" else value for name, value in settings.items()
-    }
+    """Settings with new logits processors, if any: these have state, and a function makes them."""
+    settings = dict(settings)
+    if "logits_processors" in settings:
+        settings["logits_processors"] = settings["logits_processors"]()
+    return settings
 
 
 class SteppedEngine:
-    """An engine without its thread: the steps are taken by the test, one at a time."""
+    """An engine without a thread: a test takes its steps one at a time."""
 
     def __init__(
         self,
@@ -161,7 +165,7 @@ class SteppedEngine:
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:
         request = make_request(*self.pair, prompt, GenerationSettings.of(fresh(settings)))
-        job = Job(request.stats, lambda: None, lambda: True)  # nobody else would make its text
+        job = Job(request.stats, lambda: None, lambda: True)
         self.scheduler.add(job, request)
         return job
 

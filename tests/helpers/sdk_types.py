@@ -1,4 +1,4 @@
-"""Instances of the types by which the SDKs of OpenAI and Anthropic describe a conversation."""
+"""Values of the types with which the SDKs of OpenAI and Anthropic describe a conversation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import (
 from pydantic import BaseModel
 from typing_extensions import TypeAliasType, is_typeddict
 
-DEPTH = 6  # types refer to each other in circles
+DEPTH = 6  # the deepest nesting to build, because types refer to each other in cycles
 _WRAPPERS = (Annotated, Required, NotRequired)
 _PLAIN = {bool: True, int: 1, float: 1.0, type(None): None}
 
 
 def members(kind: Any) -> list[Any]:
-    """The types that a union allows, of all unions in it."""
+    """The member types of a union, including those of nested unions."""
     if isinstance(kind, TypeAliasType):
         return members(kind.__value__)
     if get_origin(kind) in _WRAPPERS:
@@ -51,12 +51,12 @@ def fields(kind: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def is_object(kind: Any) -> bool:
-    """Whether a type is of objects with known fields."""
+    """Whether a type describes objects with known fields."""
     return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
 
 
 class Builder:
-    """Builds values whose texts are words that occur once."""
+    """Builds values in which every text is a unique word."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -66,7 +66,7 @@ class Builder:
         return f"word{next(self._numbers)}x"
 
     def values(self, kind: Any, depth: int = 0) -> list[Any]:
-        """Values of a type, so that each type within it is there at least once."""
+        """Values of a type that together contain each type within it at least once."""
         return [value for part in members(kind) for value in self._values(part, depth)]
 
     def _values(self, kind: Any, depth: int) -> list[Any]:
@@ -90,7 +90,10 @@ class Builder:
         return [*self._objects(kind, depth, True), *required]
 
     def _objects(self, kind: Any, depth: int, whole: bool) -> Iterator[dict[str, Any]]:
-        """Objects of a type, with all fields or the required ones alone, until all types came."""
+        """Objects of a type that together contain all types of its fields.
+
+        whole: with all fields, or with the required ones only.
+        """
         options = {
             name: self.values(hint, depth + 1)
             for name, (hint, is_required) in fields(kind).items()
@@ -102,7 +105,7 @@ class Builder:
 
 
 def texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each word of a value, with the keys and the values of `type` on the way to it."""
+    """Each word of a value, with its path: the keys and the values of `type` that lead to it."""
     if isinstance(value, dict):
         kind = (str(value["type"]),) if "type" in value else ()
         for name, item in value.items():

@@ -1,4 +1,4 @@
-"""The server over a fake engine, without a socket (`client`) or with one (`running`)."""
+"""The server with a fake engine, called in this process (`client`) or on a socket (`running`)."""
 
 import asyncio
 import json
@@ -44,18 +44,19 @@ def make_target(
     context: int = 2**20,
     added: Sequence[str] = (),
 ) -> Any:
-    """The embedded tokenizer as a target, with a family's call syntax.
+    """A target of the embedded tokenizer, with the syntax of a family's tool calls.
 
     Args:
-        family: of ours, or a module of mlx_lm.tool_parsers.
+        family: the name of a family of ours, or of a module in mlx_lm.tool_parsers.
         template: the chat template.
         thinking: text after the generation prompt.
         added: tokens to add to the vocabulary.
     """
     markers = {}
-    words = {known_family.name: known_family.template_words for known_family in FAMILIES}.get(
-        family, ()
-    )
+    template_words = {
+        answer_family.name: answer_family.template_words for answer_family in FAMILIES
+    }
+    words = template_words.get(family, ())
     if words:
         template = f"{{# {words} #}}{template}"
     elif family not in (None, "harmony"):
@@ -91,7 +92,7 @@ TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 
 def target_of(family: str) -> Any:
-    """A target with a family's chat template, and its markers as tokens of their own."""
+    """A target with a family's chat template, whose markers are single tokens."""
     template = (TEMPLATES / f"{family}.jinja").read_text()
     header = HEADERS.get(family)
     return make_target(family, template, thinking=None if header else "", added=header or ())
@@ -104,7 +105,7 @@ class FakeJob:
     events: Iterable[Event]
     error: Exception | None = None
     cancelled: bool = False
-    waits: bool = False  # after its events
+    waits: bool = False  # for its cancellation, after its events
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self):
@@ -128,9 +129,9 @@ class FakeEngine:
     """An engine that answers every request with the same steps.
 
     Attributes:
-        steps: the text of each.
-        reason: why the answer ends; None for one that never ends.
-        error: raised instead of the end.
+        steps: the text of each step.
+        reason: the finish reason; None for an answer that never ends.
+        error: raised after the steps, instead of an end.
         submitted: (prompt, settings) of every job.
     """
 
@@ -180,19 +181,19 @@ class FakeEngine:
 
 
 class ToldEngine(FakeEngine):
-    """An engine whose model writes `steps`, and which reads settings as the real one does.
+    """An engine whose model generates `steps`, and that applies settings as the real one does.
 
-    A processor may choose another token than the one that is told, and a stop string ends it.
+    A logits processor may change a token, and a stop string ends the text.
     """
 
     def submit(self, prompt, branches=(), **settings):
         self.submitted.append((list(prompt), settings))
         self.branches = list(branches)
-        job = FakeJob(list(self._written(list(prompt), settings)))
+        job = FakeJob(list(self._generated(list(prompt), settings)))
         self.jobs.append(job)
         return job
 
-    def _written(self, history, settings):
+    def _generated(self, history, settings):
         tokenizer = self.target.tokenizer
         detokenizer = Detokenizer(tokenizer)
         if settings.get("continues"):
@@ -207,8 +208,8 @@ class ToldEngine(FakeEngine):
             stop_applies=applies,
         )
         stats = Stats(prompt_tokens=len(history))
-        told = tokenizer.encode("".join(self.steps), add_special_tokens=False)
-        for token in [*told, *sorted(tokenizer.eos_token_ids)[:1]]:
+        tokens = tokenizer.encode("".join(self.steps), add_special_tokens=False)
+        for token in [*tokens, *sorted(tokenizer.eos_token_ids)[:1]]:
             logits = 9.0 * (mx.arange(self.target.vocab_size) == token)[None]
             for processor in settings.get("logits_processors", ()):
                 logits = processor(mx.array(history), logits)
@@ -235,7 +236,7 @@ def make_handler(engine: Any, capacity: int = 64, defaults: Any = None) -> Reque
 
 
 def models_of(handler: RequestHandler, name: str = "fake") -> Models:
-    """The models of a server that has one."""
+    """The models of a server with one model."""
     return Models([OfferedModel(name, handler=handler)])
 
 
@@ -253,16 +254,16 @@ def post(engine: Any, path: str, body: Any, defaults: Any = None) -> Any:
 
 
 def frames(text: str) -> list[dict[str, Any]]:
-    """The objects of a stream of events."""
+    """The JSON objects of a stream of server-sent events."""
     lines = (line for line in text.splitlines() if line.startswith("data: "))
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
 @asynccontextmanager
 async def running(engine, loaded=True, drain_seconds=0.05, others=()):
-    """A server in this event loop; if not `loaded`, its model still loads.
+    """A server in this event loop. Unless `loaded`, its model is still loading.
 
-    `others` are more models that it offers.
+    `others` are further models that it offers.
     """
     handler = make_handler(engine)
     server = APIServer(make_loading_app(Auth(), handler.metrics), drain_seconds)

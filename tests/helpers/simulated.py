@@ -13,16 +13,16 @@ from dflash_mlx.policy.planner import AdaptivePlanner
 from dflash_mlx.policy.step_costs import StepCosts
 from dflash_mlx.proposal import Proposal
 
-LONGEST = 16
-Drafter = Callable[[int, int], float]  # (token, slot) -> how often that slot is right
+LONGEST = 16  # the most rows of a step
+Drafter = Callable[[int, int], float]  # (token, slot) -> probability that the slot's token is right
 
 
 class Machine:
-    """What steps take: plain ones a millisecond, others by their rows.
+    """The time of steps: a plain one takes a millisecond, others depend on their rows.
 
     Args:
-        verify, draft: costs in plain steps, by rows; lines in between.
-        noise: standard deviation of a step's log.
+        verify, draft: costs in plain steps by rows, interpolated between the given ones.
+        noise: the standard deviation of the logarithm of a step's time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Machine:
 
 
 class Session(DraftSession):
-    """Drafts any tokens."""
+    """A session that drafts the anchor again and again; the tests say how much is accepted."""
 
     def extend(self, taps, kept=None, tokens=()) -> None:
         raise NotImplementedError
@@ -51,47 +51,52 @@ class Session(DraftSession):
 
 
 def text_of(drafter: Drafter, tokens: int, seed: int = 0) -> list[int]:
-    """How many slots of a whole draft would be right at each token."""
-    luck = random.Random(seed)
+    """A random text: for each token, how many tokens of a full draft at it would be right."""
+    rng = random.Random(seed)
     text = []
     for token in range(tokens):
         right = 0
-        while right < LONGEST - 1 and luck.random() < drafter(token, right):
+        while right < LONGEST - 1 and rng.random() < drafter(token, right):
             right += 1
         text.append(right)
     return text
 
 
-def play(policy: DraftPolicy, machine: Machine, text: Sequence[int]) -> tuple[float, list[int]]:
-    """The cost of a text in plain steps, and the rows of each step."""
+def simulate(policy: DraftPolicy, machine: Machine, text: Sequence[int]) -> tuple[float, list[int]]:
+    """Decode a text with a policy's lengths: the cost in plain steps, and the rows of each step."""
     planner = AdaptivePlanner(policy)
-    done = 0
-    spent = 0.0
+    tokens = 0
+    cost = 0.0
     rows = []
-    while done < len(text):
-        proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
-        accepted = min(text[done], len(proposal) - 1)
+    while tokens < len(text):
+        proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - tokens))
+        accepted = min(text[tokens], len(proposal) - 1)
         seconds = machine.seconds(len(proposal))
         planner.observe(proposal, [0] * (accepted + 1), seconds)
-        done = done + accepted + 1
-        spent = spent + machine.costs[len(proposal) - 1]
+        tokens = tokens + accepted + 1
+        cost = cost + machine.costs[len(proposal) - 1]
         rows.append(len(proposal))
-    return spent, rows
+    return cost, rows
 
 
 def fixed_cost(length: int, machine: Machine, text: Sequence[int]) -> float:
-    """The cost of a text in plain steps if every step has so many rows."""
-    done = 0
-    spent = 0.0
-    while done < len(text):
-        rows = min(length, len(text) - done)
-        done = done + 1 + min(text[done], rows - 1)
-        spent = spent + machine.costs[rows - 1]
-    return spent
+    """The cost of a text in plain steps if every step has `length` rows."""
+    tokens = 0
+    cost = 0.0
+    while tokens < len(text):
+        rows = min(length, len(text) - tokens)
+        tokens = tokens + 1 + min(text[tokens], rows - 1)
+        cost = cost + machine.costs[rows - 1]
+    return cost
 
 
 class GivenCosts(StepCosts):
-    """Costs that no step changes: real steps of made-up models take other times."""
+    """Fixed costs, which the times of real steps do not change.
+
+    Args:
+        row, draft: costs of a further row and of a draft, in plain steps.
+        tree: the cost of a further row in a tree; None: that in a chain.
+    """
 
     def __init__(self, row: float, draft: float, tree: float | None = None) -> None:
         super().__init__()
@@ -109,7 +114,7 @@ class GivenCosts(StepCosts):
 def policy_with_costs(
     longest: int, row: float, draft: float = 0.1, trees: bool = False, tree: float | None = None
 ) -> DraftPolicy:
-    """A policy for which a further row, of a chain or tree, and a draft have these costs."""
+    """A policy with `GivenCosts`."""
     policy = DraftPolicy(longest, trees)
     policy.costs = GivenCosts(row, draft, tree)
     return policy

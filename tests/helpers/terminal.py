@@ -1,4 +1,4 @@
-"""`dflash-mlx chat` on a terminal, and what a person sees of it."""
+"""`dflash-mlx chat` on an emulated terminal, and the text on its screen."""
 
 import os
 import re
@@ -10,46 +10,46 @@ import pexpect
 import pyte
 from program import HERE, PROGRAM
 
-READY = "\x1b[?2004h"  # a prompt has begun: from here on the terminal marks what is pasted
-PASTE = "\x1b[200~{}\x1b[201~"  # how it does that
+READY = "\x1b[?2004h"  # sent at a prompt: from now on the terminal marks pasted text
+PASTE = "\x1b[200~{}\x1b[201~"  # pasted text with its marks
 SIZE = ("COLUMNS", "LINES")
-HIGH = 400  # so high that nothing scrolls away
+HEIGHT = 400  # so many lines that nothing scrolls away
 
 
 class Screen(pyte.Screen):
-    """A screen whose terminal answers the program, as one that is asked for its cursor."""
+    """A screen that answers the program's questions, such as for the cursor's position."""
 
     program: pexpect.spawn
 
     def write_process_input(self, data: str) -> None:
-        """Called with the answer."""
+        """Called by pyte with an answer."""
         self.program.send(data)
 
 
 class Terminal:
-    """The program on a terminal of its own.
+    """The program, running on a new terminal.
 
     Args:
-        home: the folder of its person, where the history lies.
-        columns: how wide it is; nothing scrolls away.
+        home: the user's home folder, which contains the history.
+        columns: the width of the terminal.
         arguments: options of the command.
-        environment: in addition to our own.
+        environment: further environment variables.
     """
 
     def __init__(
         self, home: Path, columns: int, *arguments: str, command: str = "chat", **environment: str
     ) -> None:
         self.shown = ""
-        self.screen = Screen(columns, HIGH)
+        self.screen = Screen(columns, HEIGHT)
         self.stream = pyte.Stream(self.screen)
         variables = {name: value for name, value in os.environ.items() if name not in SIZE}
         variables |= {"TERM": "xterm-256color", "HOME": str(home), **environment}
-        options = {"dimensions": (HIGH, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
+        options = {"dimensions": (HEIGHT, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
         self.program = pexpect.spawn(
             PROGRAM[0],
             [*PROGRAM[1:], command, *arguments],
             env=variables,
-            # A job in the background passes on that Ctrl-C is ignored.
+            # A background job ignores Ctrl-C, which its child processes inherit.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
             **options,
         )
@@ -57,25 +57,25 @@ class Terminal:
         self.program.logfile_read = self
 
     def write(self, text: str) -> None:
-        """Called with all that the program shows."""
+        """Called by pexpect with all output of the program."""
         self.shown += text
         self.stream.feed(text)
 
     def flush(self) -> None:
-        """Record the call."""
+        """Called by pexpect after each output."""
 
     def type(self, text: str, enter: bool = True) -> None:
-        """Type a line once the program asks for one."""
+        """Type a line at the program's next prompt."""
         self.program.expect_exact(READY)
         self.program.send(text + "\r" * enter)
 
     @property
     def lines(self) -> list[str]:
-        """What is on the screen."""
+        """The lines on the screen."""
         return [line.rstrip() for line in self.screen.display]
 
     def leave(self) -> str:
-        """Ctrl-D; all that was seen, its lines joined."""
+        """Press Ctrl-D at the next prompt. Returns all lines of the screen, joined by spaces."""
         self.program.expect_exact(READY)
         self.program.sendeof()
         self.program.expect(pexpect.EOF)

@@ -1,4 +1,4 @@
-"""Small random models with real tokenizers: quick to run, and as fussy as the real ones."""
+"""Small random models with real tokenizers and files, which load and run quickly."""
 
 import functools
 import importlib
@@ -52,7 +52,7 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 32,
 }
-# What differs from the configs of `families`, other than the shape.
+# Fields of a config that differ from those in families.py, besides SHAPE.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"tie_word_embeddings": True},
@@ -79,7 +79,7 @@ DRAFTER = {
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A small byte-level BPE tokenizer, trained on a few lines, in the form Qwen's has."""
+    """A small byte-level BPE tokenizer like Qwen's, trained on a few lines."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
@@ -95,22 +95,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def wrapped(eos_ids: Iterable[int] = ()) -> TokenizerWrapper:
-    """The tokenizer in mlx-lm's wrapper, which further tokens can end."""
+    """The tokenizer in mlx-lm's wrapper, with further end-of-sequence tokens."""
     return TokenizerWrapper(tokenizer(), BPEStreamingDetokenizer, eos_token_ids=list(eos_ids))
 
 
 def model_config(family: str, **overrides: Any) -> dict[str, Any]:
-    """A config.json of mlx-lm's for a tiny model of this family."""
+    """The config.json of a tiny model of a family."""
     config = CONFIGS[family.split()[-1]] | {"rope_scaling": None} | SHAPE | FAMILIES[family]
     return config | {"vocab_size": len(tokenizer())} | overrides
 
 
 def random_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """An mlx-lm model whose greedy text wanders, and never ends by itself."""
+    """An mlx-lm model with varied greedy text, which has no end-of-sequence token."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
-    # With the usual small weights it would say the same token over and over.
+    # With the usual small weights, the text would repeat one token.
     model.update(tree_map(lambda w: 3 * w if w.ndim > 1 else w, model.parameters()))
     for name, part in model.named_modules():
         if name.endswith("lm_head") or (name.endswith("embed_tokens") and "lm_head" not in model):
@@ -121,16 +121,16 @@ def random_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
 
 @functools.cache
 def target(family: str = "qwen3", bits: int | None = None, **config: Any) -> Target:
-    """A tiny target, through the door users take.
+    """A tiny target, loaded from a folder as users do it.
 
-    Tests share it, so whatever one of them left behind in it the others would see.
+    Tests share it, so no test may change it.
     """
     with tempfile.TemporaryDirectory() as folder:
         return load_target(str(save_target(Path(folder), family, **config)), bits=bits)
 
 
 def ending_at(target: Target, *eos_ids: int) -> Target:
-    """The same model, where these tokens also end a text."""
+    """A target of the same model with further end-of-sequence tokens."""
     config = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     config["max_position_embeddings"] = target.context_length
     return Target(target.model, tokenizer=wrapped(eos_ids), config=config, name=target.name)
@@ -142,7 +142,7 @@ def drafter_config(**overrides: Any) -> dict[str, Any]:
 
 
 def random_drafter(seed: int = 0, **overrides: Any) -> DFlash:
-    """A drafter of either network with random weights, wrong nearly always."""
+    """A DFlash or DFlash2 drafter with random weights, whose drafts are nearly always wrong."""
     config = DraftConfig.from_dict(drafter_config(**overrides))
     mx.random.seed(seed)
     drafter = network_for(config)(config)
@@ -151,7 +151,7 @@ def random_drafter(seed: int = 0, **overrides: Any) -> DFlash:
 
 
 def greedy(target: Target, prompt: Sequence[int], max_tokens: int, **options: Any) -> list[int]:
-    """What mlx-lm itself decodes greedily, the EOS token included: the truth in most tests."""
+    """The greedy text of mlx-lm's own loop, including the EOS token."""
     tokens: list[int] = []
     if max_tokens:
         steps = generate_step(mx.array(prompt), target.model, max_tokens=max_tokens, **options)
@@ -167,7 +167,7 @@ def save_weights(folder: Path, module: nn.Module, name: str = "model.safetensors
 
 
 def save_target(folder: Path, family: str = "qwen3", **overrides: Any) -> Path:
-    """A target's folder as the hub has them: config, weights in one file, tokenizer."""
+    """Save a target as the hub has it: config, weights in one file, tokenizer."""
     config = model_config(family, **overrides)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -177,7 +177,7 @@ def save_target(folder: Path, family: str = "qwen3", **overrides: Any) -> Path:
 
 
 def save_drafter(folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """A drafter's folder: config and weights in one file."""
+    """Save a drafter: config, and weights in one file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(drafter_config(**overrides)))
     save_weights(folder, random_drafter(seed, **overrides))
@@ -185,7 +185,7 @@ def save_drafter(folder: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: float = 4.0) -> Path:
-    """A random adapter of the last two layers, as `mlx_lm.lora` writes it."""
+    """Save a random adapter of the last two layers, in the format of `mlx_lm.lora`."""
     network, _ = load_model(model)
     config: dict[str, Any] = {"fine_tune_type": kind, "num_layers": 2}
     config["lora_parameters"] = {"rank": rank, "scale": scale, "dropout": 0.3}
@@ -213,7 +213,10 @@ def refusal(
     *arguments: Any,
     **options: Any,
 ) -> str:
-    """The one line of the error that a call must raise; paths are given as text."""
+    """The message of the error that a call must raise, after checking that it has one line.
+
+    Arguments that are paths are passed as strings.
+    """
     plain_arguments = [str(value) if isinstance(value, Path) else value for value in arguments]
     with pytest.raises(error) as caught:
         call(*plain_arguments, **options)

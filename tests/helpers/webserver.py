@@ -9,11 +9,11 @@ from typing import Any
 
 @contextmanager
 def web_server(answer: Callable[[Any], Any]) -> Iterator[str]:
-    """Serve while the block runs, on a free port; the URL.
+    """Serve on a free port while the block runs. Yields the URL.
 
     Args:
-        answer: the status, the parts of the content and the headers for a request, which has a
-            `command`, a `path`, `headers` and a `body`.
+        answer: gives the status, the parts of the content and the headers for a request, which has
+            a `command`, a `path`, `headers` and a `body`.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -33,7 +33,7 @@ def web_server(answer: Callable[[Any], Any]) -> Iterator[str]:
             self.end_headers()
             if self.command != "HEAD":
                 for part in parts:
-                    with suppress(OSError):  # nobody waits for the rest
+                    with suppress(OSError):  # the client has closed the connection
                         self.wfile.write(part)
 
         do_GET = do_HEAD = do_POST = respond

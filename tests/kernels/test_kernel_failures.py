@@ -1,4 +1,4 @@
-"""A kernel that fails in the middle of an answer ends it, and nothing else is taken for one."""
+"""A kernel that fails in the middle of an answer ends that answer with a KernelError."""
 
 import families
 import mlx.core as mx
@@ -20,39 +20,41 @@ pytestmark = on_gpu_or_emulator
 PROMPTS = [families.random_prompt(length, seed=length) for length in (30, 21, 12)]
 SETTINGS = {"max_tokens": 14, "block_size": 6}
 REFUSED = "Thread group size (512) is greater than the maximum allowed (448)."
-SAID = r'The kernel \w+ fails \(Thread group size .*\(448\)\)\. kernels="off" \(--kernels off\)'
-when = pytest.mark.parametrize("lazily", [False, True], ids=["at once", "when computed"])
+MESSAGE = r'The kernel \w+ fails \(Thread group size .*\(448\)\)\. kernels="off" \(--kernels off\)'
+both_times = pytest.mark.parametrize("lazily", [False, True], ids=["at once", "when computed"])
 
 
-class Refusing(Launches):
-    """Kernels whose launches MLX refuses after so many, at once or when they are computed."""
+class FailingLaunches(Launches):
+    """Kernels whose launches fail after a number of them, at once or when results are computed."""
 
     def __init__(self, lazily: bool) -> None:
-        super().__init__(change=self.results)
-        self.good = 10**9
+        super().__init__(change=self.change_results)
+        self.successes = 10**9
         self.lazily = lazily
 
-    def refuse(self, good: int) -> None:
+    def fail_after(self, successes: int) -> None:
+        """Let that many launches from now on succeed, and the later ones fail."""
         self.counts.clear()
-        self.good = good
+        self.successes = successes
 
-    def results(self, name, call, results):
-        if sum(self.counts.values()) <= self.good:
+    def change_results(self, name, call, results):
+        if sum(self.counts.values()) <= self.successes:
             return results
         if self.lazily:
-            wrong = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
-            return [result + wrong.astype(result.dtype) for result in results]
+            # Adds a result that MLX fails to compute: the inverse of a matrix of zeros.
+            failing = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
+            return [result + failing.astype(result.dtype) for result in results]
         raise ValueError(REFUSED)
 
     def raises(self):
-        """One that is computed raises MLX's error, or the next launch: the emulator computes it."""
+        """The error expected: MLX's, or ours if the next launch computes the failing result."""
         if self.lazily:
             return pytest.raises((RuntimeError, KernelError), match="factorization failed")
-        return pytest.raises(KernelError, match=SAID)
+        return pytest.raises(KernelError, match=MESSAGE)
 
 
-def wired(family: str, factory: Launches) -> Target:
-    """In float32, with all products and all attention of 2 rows and more on our kernels."""
+def target_on_kernels(family: str, factory: Launches) -> Target:
+    """A float32 target with all products and attention of 2 to 16 rows on our kernels."""
     model = half_precision(family, None, mx.float32)
     config = families.CONFIGS[family]
     target = Target(model, tokenizer=families.CharacterTokenizer(), config=config, name=family)
@@ -64,53 +66,53 @@ def wired(family: str, factory: Launches) -> Target:
 
 
 def oracle_of(target: Target, prompts: list[list[int]]) -> tuple[TextOracle, list[list[int]]]:
-    """A drafter that knows the plain texts, mostly, and these texts."""
+    """The plain texts after the prompts, and a drafter whose drafts are right 7 times in 10."""
     stock = float_target(target.name)
     texts = [dm.generate(stock, None, prompt, max_tokens=14).tokens for prompt in prompts]
     texts_with_prompts = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
     return TextOracle(texts_with_prompts, target.vocab_size, 0.7, taps=(1,)), texts
 
 
-@when
+@both_times
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_it_ends_the_answer_and_the_next_one_is_right(family, lazily):
-    factory = Refusing(lazily)
-    target = wired(family, factory)
+def test_a_failing_kernel_ends_the_answer_and_the_next_one_is_right(family, lazily):
+    factory = FailingLaunches(lazily)
+    target = target_on_kernels(family, factory)
     drafter, [text] = oracle_of(target, PROMPTS[:1])
-    factory.refuse(60)
+    factory.fail_after(60)
     with factory.raises():
         dm.generate(target, drafter, PROMPTS[0], **SETTINGS)
-    factory.refuse(10**9)
+    factory.fail_after(10**9)
     assert dm.generate(target, drafter, PROMPTS[0], **SETTINGS).tokens == text
     assert target.kernel_plan is not None
 
 
-@when
-def test_it_ends_the_jobs_of_an_engine(lazily):
-    factory = Refusing(lazily)
-    target = wired("qwen3", factory)
+@both_times
+def test_a_failing_kernel_ends_an_engines_jobs_and_later_ones_are_right(lazily):
+    factory = FailingLaunches(lazily)
+    target = target_on_kernels("qwen3", factory)
     drafter, texts = oracle_of(target, PROMPTS)
     with dm.Engine(target, drafter) as engine:
-        factory.refuse(0)
+        factory.fail_after(0)
         jobs = [engine.submit(prompt, **SETTINGS) for prompt in PROMPTS]
         for job in jobs:
             with factory.raises():
                 job.result()
-        factory.refuse(10**9)
+        factory.fail_after(10**9)
         jobs = [engine.submit(prompt, **SETTINGS) for prompt in PROMPTS]
         assert [job.result().tokens for job in jobs] == texts
 
 
-def test_a_drafter_s_kernel_ends_it_too(monkeypatch, tmp_path):
+def test_a_failing_kernel_of_a_drafter_ends_the_answer(monkeypatch, tmp_path):
     rows = frozenset(range(2, 17))
     monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: dict.fromkeys(forms, rows))
     monkeypatch.setattr(kernel_plan, "begin_checks", lambda kernels: None)
-    factory = Refusing(lazily=False)
+    factory = FailingLaunches(lazily=False)
     target = float_target("qwen3")
     drafter = dm.load_drafter(
         str(tinymodels.save_drafter(tmp_path, vocab_size=256, num_target_layers=4)),
         metal_kernel=factory,
     )
-    factory.refuse(0)
+    factory.fail_after(0)
     with factory.raises():
         dm.generate(target, drafter, PROMPTS[0], **SETTINGS)

@@ -1,4 +1,4 @@
-"""The layers in the place of stock ones: which rows they take, and what they make of them."""
+"""Layers on our kernels: which stock layers they replace, for which rows, and their results."""
 
 from collections import Counter
 from functools import partial
@@ -35,7 +35,7 @@ TOP_K = 2
 CONFIG = {"num_experts_per_tok": TOP_K}
 
 
-class Alone(nn.Module):
+class OneLayerModel(nn.Module):
     """A model of one layer, which may be quantized."""
 
     def __init__(self, name: str, layer: nn.Module, quantized: bool) -> None:
@@ -45,7 +45,7 @@ class Alone(nn.Module):
             nn.quantize(self, group_size=32, bits=4)
 
 
-# The name of a layer in a model, and the layer.
+# Kinds of layers: the attribute of a model that holds one, and a function that makes one.
 LAYERS = {
     "linear": ("proj", lambda: nn.Linear(64, 24, bias=False)),
     "linear with biases": ("proj", lambda: nn.Linear(64, 24)),
@@ -53,13 +53,16 @@ LAYERS = {
     "experts": ("proj", lambda: SwitchLinear(64, 24, 5, bias=False)),
     "experts with biases": ("proj", lambda: SwitchLinear(64, 24, 5)),
     "gated experts": ("mlp", lambda: SwitchGLU(64, 32, 5)),
-    "gated experts otherwise": ("mlp", lambda: SwitchGLU(64, 32, 5, activation=mx.maximum)),
+    "gated experts with another activation": (
+        "mlp",
+        lambda: SwitchGLU(64, 32, 5, activation=mx.maximum),
+    ),
     "gated experts with biases": ("mlp", lambda: SwitchGLU(64, 32, 5, SwigluOAI(), bias=True)),
 }
 
 
 def call(layer: nn.Module, rows: int) -> mx.array:
-    """What a layer makes of so many random tokens."""
+    """A layer's result for `rows` random tokens, and random experts where it has some."""
     x = mx.random.normal((1, rows, 64), key=mx.random.key(rows))
     if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding):
         return layer.as_linear(x)
@@ -72,11 +75,11 @@ def call(layer: nn.Module, rows: int) -> mx.array:
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
-    """Tokens, not the pairs of a token and an expert; the result is the stock one's."""
+def test_a_layer_uses_our_kernels_for_up_to_64_tokens(kind, quantized):
+    """Tokens count, not pairs of a token and an expert. Results are the stock layer's."""
     name, make = LAYERS[kind]
     mx.random.seed(0)
-    model = Alone(name, make(), quantized)
+    model = OneLayerModel(name, make(), quantized)
     launches = Launches()
     layer = getattr(model, name)
     if kind.endswith("biases"):
@@ -88,54 +91,67 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
     for rows, y in expected.items():
         launches.counts.clear()
         assert relative_error(call(layer, rows), y) < 1e-5
-        # Gate and up share a launch, but for biases and other activations.
-        parts = 3 if "gated" in kind else 1
-        if kind == "gated experts":
-            parts = 2
         if rows > EXACT_ROWS:
-            parts = 0
-        assert sum(launches.counts.values()) == parts, rows
+            expected_launches = 0
+        elif kind == "gated experts":  # gate and up share one
+            expected_launches = 2
+        elif "gated" in kind:  # with biases or another activation they do not
+            expected_launches = 3
+        else:
+            expected_launches = 1
+        assert sum(launches.counts.values()) == expected_launches, rows
 
 
-def test_our_experts_are_not_sorted_by_mlx_too(monkeypatch):
-    """As MLX does from 64 pairs of a token and an expert on."""
-    model = Alone("mlp", SwitchGLU(64, 32, 5, SwigluOAI(), bias=True), True)
+def test_rows_for_our_experts_are_not_also_sorted_by_mlx(monkeypatch):
+    """MLX sorts 64 and more pairs of a token and an expert. Our kernel sorts them itself."""
+    model = OneLayerModel("mlp", SwitchGLU(64, 32, 5, SwigluOAI(), bias=True), True)
     swap_layers(model, config=CONFIG, kernels=Kernels(kernel_factory()), rows={}, exact=True)
     monkeypatch.setattr(switch_layers, "_gather_sort", None)
     assert call(model.mlp, 48).shape == (1, 48, TOP_K, 64)
 
 
 @pytest.mark.parametrize("kind", ["linear", "experts"])
-def test_no_tokens_are_left_to_mlx(kind):
-    """As a stock layer takes them; our kernels refuse so few elements."""
+def test_a_call_with_zero_tokens_is_left_to_mlx(kind):
+    """Stock layers accept it; our kernels do not."""
     name, make = LAYERS[kind]
-    model = Alone(name, make(), False)
+    model = OneLayerModel(name, make(), False)
     kernels = Kernels(kernel_factory())
     layer = getattr(model, name)
     swap_layers(model, config=CONFIG, kernels=kernels, rows={}, exact=True)
     assert call(layer, 0).size == 0
 
 
-def test_what_has_a_kernel():
-    """By bits, group, mode and dtypes; a subclass may compute something else."""
+def test_which_layers_have_a_kernel():
+    """It depends on bits, group size, mode and dtypes. A subclass may compute something else."""
 
-    class Other(nn.Linear):
+    class LinearSubclass(nn.Linear):
         pass
 
     def quantized(group=64, bits=4, mode="affine"):
         return nn.QuantizedLinear(128, 32, False, group, bits, mode)
 
-    ours = [quantized(), quantized(32, 8), nn.Linear(64, 32), nn.Embedding(8, 8)]
-    mixed = quantized()
-    whole = nn.Linear(64, 32)
-    mixed.biases = mixed.biases.astype(mx.float16)
-    whole.weight = mx.ones((8, 8), mx.int32)
-    others = [quantized(bits=6), quantized(32, 4, "mxfp4"), mixed, whole, Other(64, 32), nn.SiLU()]
-    assert [*map(can_swap, ours + others)] == [True] * len(ours) + [False] * len(others)
+    mixed_dtypes = quantized()
+    mixed_dtypes.biases = mixed_dtypes.biases.astype(mx.float16)
+    integer_weights = nn.Linear(64, 32)
+    integer_weights.weight = mx.ones((8, 8), mx.int32)
+    with_kernel = [quantized(), quantized(32, 8), nn.Linear(64, 32), nn.Embedding(8, 8)]
+    without_kernel = [
+        quantized(bits=6),
+        quantized(32, 4, "mxfp4"),
+        mixed_dtypes,
+        integer_weights,
+        LinearSubclass(64, 32),
+        nn.SiLU(),
+    ]
+    assert all(can_swap(layer) for layer in with_kernel)
+    assert not any(can_swap(layer) for layer in without_kernel)
 
 
-def test_exact_is_the_default_where_it_was_measured_to_be_free():
-    """At every row, of every matrix, and not on tensor units, which exact decoding keeps off."""
+def test_exact_is_the_default_where_it_was_measured_to_cost_nothing():
+    """That is: our kernel won at every row count of every matrix, and tensor units did not.
+
+    Exact decoding does not use tensor units.
+    """
     model = half_precision("qwen3")
     config = families.CONFIGS["qwen3"]
     every = frozenset(range(1, 17))
@@ -151,18 +167,22 @@ def test_exact_is_the_default_where_it_was_measured_to_be_free():
     assert not exact(dict.fromkeys(rest, every))
 
 
-def test_only_convolutions_of_single_channels_are_ours():
-    """And in exact decoding alone; a stride, padding or two channels at once are another sum."""
-    ours = [nn.Conv1d(8, 8, 4, groups=8), nn.Conv1d(24, 24, 3, groups=24, bias=False)]
+def test_only_depthwise_convolutions_are_replaced_and_only_for_exact_decoding():
+    """Without stride, padding or dilation."""
+    depthwise = [nn.Conv1d(8, 8, 4, groups=8), nn.Conv1d(24, 24, 3, groups=24, bias=False)]
     others = [
-        nn.Conv1d(8, 8, 4, groups=8, **{name: 2}) for name in ("stride", "padding", "dilation")
+        nn.Conv1d(8, 8, 4, groups=8, stride=2),
+        nn.Conv1d(8, 8, 4, groups=8, padding=2),
+        nn.Conv1d(8, 8, 4, groups=8, dilation=2),
+        nn.Conv1d(8, 8, 4),
+        nn.Conv1d(8, 8, 4, groups=4),
+        nn.Conv1d(8, 16, 4, groups=8),
     ]
-    others += [nn.Conv1d(8, 8, 4), nn.Conv1d(8, 8, 4, groups=4), nn.Conv1d(8, 16, 4, groups=8)]
     for exact in (False, True):
-        model = nn.Sequential(*ours, *others)
+        model = nn.Sequential(*depthwise, *others)
         swap_layers(model, config={}, kernels=Kernels(kernel_factory()), rows={}, exact=exact)
         swapped = [layer for layer in model.layers if type(layer) is KernelConv1d]
-        assert swapped == (ours if exact else [])
+        assert swapped == (depthwise if exact else [])
     model = half_precision("qwen3_5")
     config = families.CONFIGS["qwen3_5"]
     swap_layers(model, config=config, kernels=Kernels(kernel_factory()), rows={}, exact=True)
@@ -171,7 +191,8 @@ def test_only_convolutions_of_single_channels_are_ours():
 
 
 @pytest.mark.parametrize(("q_rows", "kv_rows", "launches"), [(4, 4, [3]), (4, 5, [2]), (4, 0, [])])
-def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches):
+def test_only_layers_chosen_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches):
+    """Queries, keys and values do if their row counts are equal, else keys and values only."""
     model = half_precision("qwen3")
     config = families.CONFIGS["qwen3"]
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
@@ -179,13 +200,13 @@ def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches)
     groups = list(shared_inputs(model))
     swap_layers(model, config=config, kernels=Kernels(kernel_factory()), rows=rows)
     for layers in groups:
-        given = [layer for layer in layers if getattr(layer, "_fused", None)]
-        fused = Counter(layer._fused.func for layer in given)
-        assert list(fused.values()) == launches
+        sharing_layers = [layer for layer in layers if getattr(layer, "_fused", None)]
+        layers_per_launch = Counter(layer._fused.func for layer in sharing_layers)
+        assert list(layers_per_launch.values()) == launches
 
 
-def test_nothing_of_a_wiring_is_left_for_the_next():
-    """The stopwatch wires with all groups and then without one: that one has to be MLX's."""
+def test_restoring_a_model_leaves_no_swapped_layer():
+    """Timing swaps all groups of layers, then all but one: that one has to be MLX's again."""
     model = half_precision("qwen3")
     config = families.CONFIGS["qwen3"]
     kernels = Kernels(kernel_factory())
@@ -193,18 +214,19 @@ def test_nothing_of_a_wiring_is_left_for_the_next():
     rows = {matrix.key: every for _, _, matrix in matrices(model, config)}
     unit = model.layers[0].mlp
     gated = {matrix.key for _, module, matrix in matrices(model, config) if module is unit.up_proj}
-    for left in (set(), gated):
+    for left_out in (set(), gated):
         with restored(model):
             swap_layers(
                 model,
                 config=config,
                 kernels=kernels,
-                rows={key: row for key, row in rows.items() if key not in left},
+                rows={key: counts for key, counts in rows.items() if key not in left_out},
             )
-            assert (type(unit) in UNITS.values()) == (not left)
+            assert (type(unit) in UNITS.values()) == (not left_out)
 
 
-def test_what_shares_a_launch_is_chosen_together():
+def test_layers_that_share_a_launch_are_chosen_together():
+    """Groups: queries, keys and values; gate, up and down; and the attention's output."""
     model = families.random_model("qwen3", head_dim=64, num_key_value_heads=1)
     groups = chosen_together(model, families.CONFIGS["qwen3"])
     shapes = [{tuple(map(int, key.split()[0].split("x"))) for key in group} for group in groups]
@@ -212,7 +234,7 @@ def test_what_shares_a_launch_is_chosen_together():
     gated = {(128, 64), (64, 128)}
     out = {(64, 256)}
     assert all(group in shapes for group in (queries_and_keys, gated, out)) and len(shapes) == 3
-    # The head, of 256 tokens, has the form of the queries.
+    # The head has 256 tokens and so the shape of the queries.
     layers = sum(len(members) for group in groups for members in group.values())
     assert layers == len(list(matrices(model, {})))
 
@@ -231,18 +253,17 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
     assert all(layers[path] is module for path, module in swapped.items())
     assert {type(module) for module in swapped.values()} <= set(SWAPS.values())
     assert KernelSwitchGLU in map(type, model.modules())
-    # And no class was touched: a new layer is a stock one.
+    # No class was changed: a new layer is a stock one.
     assert type(nn.Linear(8, 8)) is nn.Linear and type(half_precision("qwen3").lm_head) in SWAPS
 
 
-def test_a_gated_unit_is_fused_only_as_a_whole():
-    """Not with a part that is left to MLX."""
+def test_a_gated_unit_is_fused_only_if_all_of_its_layers_have_kernels():
+    """Here `down_proj` is left to MLX."""
     config = families.CONFIGS["qwen3"]
     model = half_precision("qwen3")
     kernels = Kernels(quick_factory())
-    four = frozenset({4})
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    swap_layers(model, config=config, kernels=kernels, rows={shape[128]: four})
+    swap_layers(model, config=config, kernels=kernels, rows={shape[128]: frozenset({4})})
     assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
     assert type(model.layers[0].mlp) not in UNITS.values()
 
@@ -256,13 +277,13 @@ def test_a_gated_unit_is_fused_only_as_a_whole():
         ((32, 32), (False, True), False),
     ],
 )
-def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
+def test_gate_and_up_share_a_launch_only_with_equal_groups_and_without_biases(
+    groups, biases, shared
+):
     model = half_precision("qwen3")
     unit = model.layers[0].mlp
-    unit.gate_proj, unit.up_proj = (
-        nn.QuantizedLinear(64, 128, bias, group, 4)
-        for bias, group in zip(biases, groups, strict=True)
-    )
+    unit.gate_proj = nn.QuantizedLinear(64, 128, biases[0], groups[0], 4)
+    unit.up_proj = nn.QuantizedLinear(64, 128, biases[1], groups[1], 4)
     swap_layers(
         model,
         config=families.CONFIGS["qwen3"],
@@ -273,7 +294,7 @@ def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
     assert (type(unit) in UNITS.values()) == shared
 
 
-def test_a_convolution_in_one_order_is_the_stock_one():
+def test_our_convolution_gives_the_stock_results_and_a_row_its_bits_in_any_call():
     x = mx.random.normal((1, 12, 8), key=mx.random.key(0))
     layer = nn.Conv1d(8, 8, 4, groups=8)
     layer.bias = mx.random.normal((8,), key=mx.random.key(1))

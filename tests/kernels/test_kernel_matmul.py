@@ -1,4 +1,4 @@
-"""verify_matmul: one rounding of float64, the same bits for a row in every call, its work."""
+"""verify_matmul: results within one rounding of float64, and a row's bits the same in any call."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +29,8 @@ from dflash_mlx.kernels.weights import AffineWeights, dequantized
 pytestmark = on_gpu_or_emulator
 
 SPLIT = (40, 1024)  # a shape whose K is split
-# Columns and K of what shares a launch: whole tiles, ragged ones, and so few that K is split.
-SEVERAL = [
+# Columns and K of matrices that share a launch: whole tiles, ragged ones, and a K that is split.
+SHARED_LAUNCHES = [
     ((64, 32, 32), 256),
     ((40, 1, 33), 192),
     ((72, 9, 24), 1024),
@@ -45,8 +45,8 @@ def matmul() -> VerifyMatmul:
 
 
 @pytest.mark.parametrize("bits,group", [*itertools.product((4, 8), (32, 64, 128))])
-def test_affine_weights(matmul, bits, group):
-    """1 to 16 rows; N and K below a tile, ragged, whole tiles."""
+def test_products_by_affine_weights_are_within_one_rounding(matmul, bits, group):
+    """Of 1 to 16 rows; N and K are less than a tile, ragged, or whole tiles."""
     mx.random.seed(bits * group)
     shapes = itertools.cycle([(24, 1), (33, 3), (64, 4), (97, 2), (40, 7)])  # columns, groups
     for rows, (columns, groups) in zip(range(1, 17), shapes, strict=False):
@@ -55,8 +55,8 @@ def test_affine_weights(matmul, bits, group):
 
 
 @pytest.mark.parametrize("dtype,stored", [*itertools.product(DTYPES, DTYPES)])
-def test_every_mix_of_dtypes(matmul, dtype, stored):
-    """What mixes is computed in float32, weights as they are; K of plain ones is any number."""
+def test_every_mix_of_dtypes_is_within_one_rounding(matmul, dtype, stored):
+    """Mixed dtypes are computed in float32. K of plain weights is any number."""
     mx.random.seed(0)
     for rows, columns, depth in ((9, 1, 8), (16, 33, 105), (7, 64, 256), (12, 3, 303), (5, 9, 90)):
         w = random_weights((columns, depth), stored)
@@ -67,7 +67,7 @@ def test_every_mix_of_dtypes(matmul, dtype, stored):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_gate_and_up(matmul, dtype, bits):
+def test_gate_and_up_are_within_one_rounding(matmul, dtype, bits):
     mx.random.seed(1)
     for rows, shape in ((16, (33, 192)), (5, (16, 64)), (11, SPLIT)):
         pair = [random_weights(shape, dtype, bits) for _ in range(2)]
@@ -78,10 +78,12 @@ def test_gate_and_up(matmul, dtype, bits):
     ("number", "dtype", "bits"),
     [(index, *kind) for index, kind in enumerate(itertools.product(DTYPES, (None, 4, 8)))],
 )
-def test_several_matrices(matmul, number, dtype, bits):
-    """In two shapes, so that every dtype meets every shape; also of rows in another dtype."""
+def test_matrices_that_share_a_launch_are_within_one_rounding(matmul, number, dtype, bits):
+    """Two shapes for each kind of weights, and also rows in another dtype."""
     mx.random.seed(1)
-    for rows, (columns, depth) in ((16, SEVERAL[number % 5]), (37, SEVERAL[(number + 2) % 5])):
+    first_shape = SHARED_LAUNCHES[number % 5]
+    second_shape = SHARED_LAUNCHES[(number + 2) % 5]
+    for rows, (columns, depth) in ((16, first_shape), (37, second_shape)):
         weights = [random_weights((n, depth), dtype, bits) for n in columns]
         x = mx.random.normal((1, rows, depth)).astype(dtype)
         check_products(matmul, x, *weights)
@@ -89,8 +91,8 @@ def test_several_matrices(matmul, number, dtype, bits):
 
 
 @pytest.mark.parametrize("shape", [(128,), (1, 16, 128), (2, 3, 128), (1, 37, 128)])
-def test_any_leading_dimensions(matmul, shape):
-    """And more rows than a tile has."""
+def test_rows_may_have_any_leading_dimensions(matmul, shape):
+    """Also with more rows than a tile has."""
     mx.random.seed(4)
     check_products(
         matmul,
@@ -99,7 +101,7 @@ def test_any_leading_dimensions(matmul, shape):
     )
 
 
-KINDS = {
+KINDS = {  # the dtype, bits, columns of each matrix, K, and whether the product is gated
     "4-bit": (mx.bfloat16, 4, (33,), 192, False),
     "8-bit": (mx.float16, 8, (33,), 192, False),
     "plain": (mx.float32, None, (40,), 77, False),
@@ -107,13 +109,16 @@ KINDS = {
     "one column": (mx.float16, 4, (1,), 256, False),
     "split": (mx.bfloat16, 4, (40,), 1024, False),
     "split gate and up": (mx.float16, 4, (40, 40), 1024, True),
-    **{f"{len(sizes)} of {k}": (mx.bfloat16, 4, sizes, k, False) for sizes, k in SEVERAL},
+    **{
+        f"{len(columns)} of {depth}": (mx.bfloat16, 4, columns, depth, False)
+        for columns, depth in SHARED_LAUNCHES
+    },
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_in_every_call(matmul, kind):
-    """Whatever their number, their place and the other rows."""
+    """Whatever the number of rows, its place among them, and the other rows."""
     dtype, bits, columns, depth, gated = KINDS[kind]
     mx.random.seed(5)
     weights = [random_weights((n, depth), dtype, bits) for n in columns]
@@ -122,22 +127,22 @@ def test_a_row_has_the_same_bits_in_every_call(matmul, kind):
     check_rows(lambda rows: matmul(x[rows], *weights, gated=gated), 29, counts)
 
 
-def test_a_bad_row_spoils_no_other(matmul):
+def test_a_row_of_nan_or_infinity_affects_no_other_row(matmul):
     mx.random.seed(6)
     w = random_weights((33, 128), mx.float32, 4)
     x = mx.random.normal((16, 128))
     [y] = matmul(x, w)
     x[3] = mx.inf
     x[7] = mx.nan
-    [spoilt] = matmul(x, w)
-    good = mx.array([i for i in range(16) if i not in (3, 7)])
-    assert same_bits(spoilt[good], y[good])
-    assert not mx.isfinite(spoilt[mx.array([3, 7])]).any().item()
+    [with_bad_rows] = matmul(x, w)
+    good = mx.array([row for row in range(16) if row not in (3, 7)])
+    assert same_bits(with_bad_rows[good], y[good])
+    assert not mx.isfinite(with_bad_rows[mx.array([3, 7])]).any().item()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_reference_reads_the_weights_as_they_are_packed(bits):
-    """By hand: words are taken apart, the lowest bits first."""
+def test_the_reference_unpacks_weights_lowest_bits_first(bits):
+    """Compared with codes that are unpacked from the words here, by shifting."""
     mx.random.seed(7)
     w = random_weights((5, 96), dtype=mx.float32, bits=bits, group=32)
     x = mx.random.normal((3, 96))
@@ -151,10 +156,11 @@ def test_the_reference_reads_the_weights_as_they_are_packed(bits):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [1056, 1600, 2144, 2592])
 def test_split_sums_are_rounded_once(matmul, dtype, depth):
-    """Splits of unlike lengths: 33 steps in 2, 50 in 3, 67 in 4 and 81 in 5 leave some over."""
+    """With splits of unequal lengths: 33, 50, 67 and 81 steps in 2, 3, 4 and 5 splits."""
     mx.random.seed(2)
     assert depth // 32 % splits_of_k(24, depth) > 0
-    w, up = (random_weights((24, depth), dtype=dtype, bits=4, group=32) for _ in range(2))
+    w = random_weights((24, depth), dtype=dtype, bits=4, group=32)
+    up = random_weights((24, depth), dtype=dtype, bits=4, group=32)
     x = mx.random.normal((3, depth)).astype(dtype)
     check_products(matmul, x, w)
     check_products(matmul, x, w, up, gated=True)
@@ -162,16 +168,16 @@ def test_split_sums_are_rounded_once(matmul, dtype, depth):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_sums_in_all(matmul, dtype):
-    """MLX declares so few elements as `constant`."""
+def test_a_product_of_one_row_and_one_column_is_within_one_rounding(matmul, dtype):
+    """MLX declares inputs of so few elements as `constant`, not `device`."""
     x = mx.random.normal((1, 1024)).astype(dtype)
     check_products(matmul, x, random_weights((1, 1024), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, bits):
-    """Codes are multiplied as signed numbers, which moves their middle into the bias."""
+def test_a_small_bias_is_not_rounded_away(matmul, dtype, bits):
+    """Codes are multiplied as signed numbers, so a large offset of theirs is added to each bias."""
     words = mx.zeros((24, 64 * bits // 32), mx.uint32)
     w = AffineWeights(
         words,
@@ -186,7 +192,7 @@ def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("depth", "splits"), [(2592, 5), (3600, 7)])
 def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
-    """A later split sums to 1 + 2**-12, the first to -1: rounding either would lose the 2**-12."""
+    """A later split sums to 1 + 2**-12 and the first to -1: rounding the later one loses 2**-12."""
     assert splits_of_k(24, depth) == splits_of_k(3 * 24, depth) == splits
     for split in range(1, splits):
         x = mx.ones((2, depth), dtype)
@@ -197,14 +203,20 @@ def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
         w[:, start + 1] = 2.0**-12
         for y in (*matmul(x, w), *matmul(x, w, w, w)):
             assert (y == 2.0**-12).all().item(), split
-        summand = mx.where(mx.arange(depth) == 0, 1.0, mx.zeros_like(w))
-        for pair, unit in (((w, summand), 2.0**-13), ((summand, w), 0.731 * 2.0**-12)):
-            [y] = matmul(x, *pair, gated=True)
-            assert mx.allclose(y, mx.array(unit, dtype), rtol=0.01, atol=0), split
+        ones = mx.where(
+            mx.arange(depth) == 0, 1.0, mx.zeros_like(w)
+        )  # sums to 1 in the first split
+        # silu(2**-12) is about 2**-13, and silu(1) is 0.731.
+        for gate, up, expected in ((w, ones, 2.0**-13), (ones, w, 0.731 * 2.0**-12)):
+            [y] = matmul(x, gate, up, gated=True)
+            assert mx.allclose(y, mx.array(expected, dtype), rtol=0.01, atol=0), split
 
 
-def test_the_first_split_is_added_first(matmul):
-    """And in it the first of four SIMD-groups: 1 is lost in 1e8 before that is taken away again."""
+def test_splits_and_simdgroups_are_added_in_order(matmul):
+    """1 + 1e8 - 1e8 is 0 in float32, and -1e8 + 1e8 + 1 is 1: the order shows in the sum.
+
+    The three columns that are not zero belong to different splits or different SIMD-groups.
+    """
     x = mx.ones((3, 1536))
     for places in ((0, 600, 1200), (0, 32, 64), (0, 128, 256)):
         w = mx.zeros((40, 1536))
@@ -219,8 +231,8 @@ def test_the_first_split_is_added_first(matmul):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_code_at_every_place(matmul, bits):
-    """The smallest and the largest, wherever they are in a word: x picks column after column."""
+def test_every_code_at_every_place_of_a_word_is_right(matmul, bits):
+    """Also the smallest and the largest codes. x is an identity matrix, and so picks columns."""
     group = 32
     depth = 64
     words = mx.random.randint(0, 2**32, (40, depth * bits // 32), dtype=mx.uint32)
@@ -235,8 +247,8 @@ def test_every_code_at_every_place(matmul, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_codes_are_multiplied_about_their_middle(matmul, bits):
-    """So that sums stay small: weights about zero and whole numbers are multiplied exactly."""
+def test_codes_are_multiplied_as_signed_numbers(matmul, bits):
+    """So sums stay small: whole numbers times weights centred on zero have an exact product."""
     mx.random.seed(4)
     words = mx.random.randint(0, 2**32, (40, 64 * bits // 32), dtype=mx.uint32)
     scales = mx.random.uniform(0.5, 2, (40, 1))
@@ -259,8 +271,8 @@ def test_codes_are_multiplied_about_their_middle(matmul, bits):
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_far_from_zero(matmul, bits, dtype):
-    """silu(100) is 100 and silu(-100) nothing, though exp(100) is more than float32 holds."""
+def test_large_gates_give_finite_and_right_results(matmul, bits, dtype):
+    """silu(100) is 100 and silu(-100) is 0, though exp(100) overflows float32."""
     gates = mx.array([-1000.0, -100.0, -90.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1000.0])
     w = mx.zeros((10, 64))
     up = mx.zeros((10, 64))
@@ -280,26 +292,29 @@ def test_gates_far_from_zero(matmul, bits, dtype):
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-def test_a_closed_gate_is_closed_whatever_it_keeps_back(matmul, dtype):
-    """Also where gate times up is more than float32 holds."""
-    x, gate, up = (mx.zeros((9, 32), dtype) for _ in range(3))
+def test_a_gate_far_below_zero_gives_zero_for_any_up(matmul, dtype):
+    """Also where gate times up overflows float32."""
+    x = mx.zeros((9, 32), dtype)
+    gate = mx.zeros((9, 32), dtype)
+    up = mx.zeros((9, 32), dtype)
     x[:, 0] = 1.0
     gate[:, 0] = -1e20
     up[:, 0] = 1e20
     assert (matmul(x, gate, up, gated=True)[0] == 0).all().item()
 
 
-def test_what_does_not_fit_is_refused(matmul):
+def test_shapes_and_dtypes_without_a_kernel_are_refused(matmul):
     x = mx.ones((2, 128))
     w = random_weights((16, 128), mx.float32, 4)
-    eight, short = (random_weights((16, n), mx.float32, b) for n, b in ((128, 8), (64, 4)))
+    eight_bit = random_weights((16, 128), mx.float32, 8)
+    short = random_weights((16, 64), mx.float32, 4)
     for message, given, gated in (
         ("x has 64 columns, the weights have 128", (mx.ones((2, 64)), w), False),
         ("not int32", (mx.ones((2, 128), mx.int32), w), False),
         ("fewer than 8 elements", (mx.ones((1, 4)), mx.ones((16, 4))), False),
         ("are \\[N, K\\]", (x, mx.ones((3, 16, 128))), False),
-        ("are of one kind", (x, w, eight), True),
-        ("are of one kind", (x, w, eight, w), False),
+        ("are of one kind", (x, w, eight_bit), True),
+        ("are of one kind", (x, w, eight_bit, w), False),
         ("the weights have 64", (x, w, w, short), False),
         ("Gate and up differ", (x, w, random_weights((8, 128), mx.float32, 4)), True),
         ("1 matrices do not share", (x, w), True),
@@ -320,15 +335,17 @@ def test_what_does_not_fit_is_refused(matmul):
         "scales \\(16, 1\\)": {"scales": lambda scales: scales[:, :1]},
     }.items(),
 )
-def test_arrays_that_are_no_affine_weights_are_refused(message, changes):
+def test_invalid_arrays_of_affine_weights_are_refused(message, changes):
     w = random_weights((16, 128), mx.float32, 4)
-    changed = {k: v(getattr(w, k)) if callable(v) else v for k, v in changes.items()}
+    changed = {}
+    for field, change in changes.items():
+        changed[field] = change(getattr(w, field)) if callable(change) else change
     with pytest.raises(KernelError, match=message):
         replace(w, **changed)
 
 
-def test_the_first_layer_that_is_asked_multiplies_for_all(matmul):
-    """In whatever order they are; another array is multiplied anew, and nothing is kept."""
+def test_the_first_layer_called_computes_the_products_of_all_that_share_a_launch(matmul):
+    """In any order of calls. Another input is computed again, and no result is kept afterwards."""
     layers = [nn.Linear(128, n, bias=False) for n in (64, 32, 8)]
     calls = []
 
@@ -348,11 +365,12 @@ def test_the_first_layer_that_is_asked_multiplies_for_all(matmul):
     assert relative_error(fused(1, second), layers[1](second)) <= TOLERANCES[mx.float32]
 
 
-def test_threads_do_not_share_results():
-    """A drafter's forwards are not locked: another thread asks between two layers of one."""
+def test_layers_that_share_a_launch_keep_results_for_each_thread():
+    """No lock protects a drafter's forward: another thread may call between two of its layers."""
     layers = [nn.Linear(8, n, bias=False) for n in (8, 4, 4)]
     fused = FusedProjections(lambda x: [x @ layer.weight.T for layer in layers])
-    first, second = (mx.random.normal((2, 8)) for _ in range(2))
+    first = mx.random.normal((2, 8))
+    second = mx.random.normal((2, 8))
     mx.eval(first, second, [layer.parameters() for layer in layers])
 
     def is_right(x, places=(0, 1, 2)):

@@ -1,7 +1,7 @@
-"""Whole models through our kernels: drafted text is the plain one, in chains and in trees.
+"""Whole models on our kernels: drafted text is the plain text, with chains and with trees.
 
-Half precision, in 4 and in 8 bits, where stock kernels of a GPU round a row differently in a block.
-The emulator runs unchecked here: other tests look at what it finds, this one at what comes out.
+In half precision with 4 or 8 bits, where a GPU's stock kernels round a row differently in a block.
+The emulator does not check memory accesses here; other tests do.
 """
 
 from functools import cache, partial
@@ -40,8 +40,8 @@ every_model = pytest.mark.parametrize(
 
 
 @cache
-def model(family: str, format: str) -> tuple[Target, list[int]]:
-    """A target on our kernels, and its plain text."""
+def target_and_text(family: str, format: str) -> tuple[Target, list[int]]:
+    """A target on our kernels, and its plain text after PROMPT."""
     target = exact_target(family, quick_factory(), *FORMATS[format])
     plain = dm.generate(target, None, PROMPT, max_tokens=TOKENS).tokens
     assert len(set(plain)) > 4
@@ -51,8 +51,8 @@ def model(family: str, format: str) -> tuple[Target, list[int]]:
 @every_model
 @pytest.mark.parametrize("trees", [False, True])
 def test_drafted_text_is_the_plain_text(family, format, trees):
-    """With drafts that are right seven times in ten: paths are accepted and rows rejected."""
-    target, plain = model(family, format)
+    """Seven drafts in ten are right, so some are accepted and some are rejected."""
+    target, plain = target_and_text(family, format)
     oracle = TextOracle([[*PROMPT, *plain]], target.vocab_size, 0.7)
     oracle.branches = trees
     drafted = dm.generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
@@ -61,8 +61,8 @@ def test_drafted_text_is_the_plain_text(family, format, trees):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_a_block_are_those_of_steps_of_one(family):
-    """Bit for bit, in float32 too; the block is longer than a sliding window, a ring."""
+def test_rows_of_a_block_have_the_bits_of_single_rows(family):
+    """In float32 as well. The block is longer than a sliding window."""
     target = exact_target(family, factory=quick_factory(), bits=4, dtype=mx.float32)
     text = families.random_prompt(40, seed=5)
     session = target.start()
@@ -71,77 +71,79 @@ def test_rows_of_a_block_are_those_of_steps_of_one(family):
     for token in text:
         steps.append(session.verify(Proposal([token]))[0])
         session.commit([0])
-    assert mx.array_equal(mx.concatenate(steps), verified(target, Proposal(text)))
+    assert mx.array_equal(mx.concatenate(steps), logits_of(target, Proposal(text)))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_a_verify_of_any_size_runs_where_a_stopwatch_decides(family):
-    """Beyond a kernel's most rows MLX's own runs, for chains and for trees."""
+def test_a_verify_of_more_rows_than_kernels_take_runs_on_mlx(family):
+    """For chains and for trees, on a target whose kernels were chosen by timing."""
     target = chosen_target(family, quick_factory())
     stock = float_target(family)
     for rows in (65, 96, 256, 1024):
         text = families.random_prompt(rows, seed=rows)
         for proposal in (Proposal(text), random_tree(Random(rows), rows)):
-            logits, expected = (verified(model, proposal) for model in (target, stock))
+            logits = logits_of(target, proposal)
+            expected = logits_of(stock, proposal)
             assert mx.array_equal(logits.argmax(-1), expected.argmax(-1))
             assert mx.allclose(logits, expected, atol=1e-3)
 
 
-def verified(target: Target, proposal: Proposal) -> mx.array:
+def logits_of(target: Target, proposal: Proposal) -> mx.array:
     """The logits [N, V] of a proposal after the prompt."""
     session = target.start()
     list(session.prefill(PROMPT))
     return session.verify(proposal)[0]
 
 
-def test_windows_do_not_make_a_tree_of_a_chain():
-    """The mask of a sliding layer says no more than its window; a tree's kernel reads more."""
-    kinds = []
+def test_a_chain_in_a_sliding_window_does_not_use_the_kernel_for_trees():
+    """A window needs a mask for a chain as well, but the kernel for trees reads more memory."""
+    used_tree_kernel = []
 
     def watch(name, call, results):
-        kinds.extend(["tree" in name] * ("attention_" in name and "merge" not in name))
+        if "attention_" in name and "merge" not in name:
+            used_tree_kernel.append("tree" in name)
         return results
 
     session = exact_target("gpt_oss", Launches(change=watch)).start()
     list(session.prefill(PROMPT))
-    kinds.clear()
+    used_tree_kernel.clear()
     session.verify(Proposal([7] * 6))
-    assert set(kinds) == {False}
+    assert set(used_tree_kernel) == {False}
     session.commit([0])
-    kinds.clear()
+    used_tree_kernel.clear()
     session.verify(Proposal([7] * 6, (-1, 0, 0, 1, 2, 4)))
-    assert set(kinds) == {True}
+    assert set(used_tree_kernel) == {True}
 
 
 @pytest.mark.parametrize(
     ("kind", "family"),
     [*((exact_target, family) for family in FAMILIES), (chosen_target, "qwen3")],
 )
-def test_the_function_of_a_traced_step_runs_on_kernels(kind, family, monkeypatch):
-    """Bit for bit. No emulator can run in a trace: the function is called each time."""
+def test_a_traced_step_has_the_bits_of_an_untraced_one(kind, family, monkeypatch):
+    """Emulated kernels cannot run in a trace, so `mx.compile` returns the function unchanged."""
     target = kind(family, quick_factory())
     lengths = [5, 1, 16, 5, 1, 5, 1, 16] * 2
-    expected = steps(target, lengths)
+    expected = logits_of_steps(target, lengths)
     assert target.steps.why_not == "the kernels are emulated"
     target.steps.why_not = None
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    results = steps(target, lengths)
+    results = logits_of_steps(target, lengths)
     assert target.steps.why_not is None and target.steps.count >= 3
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
-def steps(target: Target, lengths: list[int]) -> list[mx.array]:
-    """The logits of verifies of so many rows, behind a prompt; the first rows are kept."""
+def logits_of_steps(target: Target, lengths: list[int]) -> list[mx.array]:
+    """The logits of steps with `lengths` rows after PROMPT; half of a step's rows are committed."""
     session = target.start()
     list(session.prefill(PROMPT))
     results = []
     for number, rows in enumerate(lengths):
         results.append(session.verify(Proposal(families.random_prompt(rows, seed=number)))[0])
-        session.commit(list(range(-(-rows // 2))))
+        session.commit(list(range((rows + 1) // 2)))
     return results
 
 
-def test_quantized_keys_and_values():
+def test_drafted_text_is_the_plain_text_with_quantized_keys():
     target = exact_target("qwen3", quick_factory())
     plain = dm.generate(target, None, SHORT, max_tokens=12, kv_bits=8).tokens
     oracle = Oracle(SHORT, answer=plain, vocab_size=target.vocab_size, p=0.7)
@@ -150,7 +152,7 @@ def test_quantized_keys_and_values():
 
 
 def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
-    """One that gives bfloat16 with 3 bits less whenever there is more than one row."""
+    """A control of these tests: products of several rows lose the last 3 bits of a bfloat16."""
 
     def coarse(name, call, results):
         x = call["inputs"][0]
@@ -165,12 +167,13 @@ def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
         dm.generate(target, oracle, SHORT, max_tokens=24, block_size=16)
 
 
-def test_many_rows_are_left_to_stock_layers():
+def test_a_prefill_uses_stock_layers_for_more_than_64_rows():
+    """A verify of more than 64 rows is refused in exact decoding."""
     launches = Launches()
     target = exact_target("qwen3", launches)
-    launches.counts.clear()  # of the forward that shows where the parts are
+    launches.counts.clear()  # those of the forward that finds the model's parts
     session = target.start()
-    next(session.prefill(families.random_prompt(130, seed=1)))  # 66 tokens; the last 64 are ours
+    next(session.prefill(families.random_prompt(130, seed=1)))  # the first chunk, of 66 tokens
     assert session.position == 66
     assert launches.counts == {"verify_matmul_affine": 1}  # the head, of one row
     session.verify(Proposal([1]))
@@ -180,8 +183,8 @@ def test_many_rows_are_left_to_stock_layers():
         session.verify(Proposal([1] * 65))
 
 
-def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
-    """On a machine where every product was measured to be free, with heads of the right size."""
+def test_exact_is_the_default_only_where_every_layer_has_a_kernel(monkeypatch, tmp_path):
+    """Where every product was measured to cost nothing; attention needs heads of a fitting size."""
     for head_dim, exact in ((HEAD, True), (HEAD // 2, False)):
         folder = tinymodels.save_target(tmp_path / str(head_dim), head_dim=head_dim)
         load = partial(
@@ -209,7 +212,7 @@ def test_without_metal_nothing_changes(tmp_path):
         dm.load_target(folder, kernels="exact")
 
 
-def test_what_cannot_be_exact_is_refused():
+def test_exact_decoding_is_refused_for_models_with_layers_that_have_no_kernel():
     kernels = Kernels(quick_factory())
 
     def refusal(model, family):
@@ -238,6 +241,6 @@ def test_what_cannot_be_exact_is_refused():
 
 @pytest.mark.parametrize("loader", [dm.load, dm.load_target, dm.load_drafter])
 @pytest.mark.parametrize("kernels", [5, "yes", True])
-def test_what_runs_no_kernels_is_refused(loader, kernels):
+def test_an_unknown_value_of_kernels_is_refused(loader, kernels):
     with pytest.raises(SettingsError, match='kernels must be "auto", "off"'):
         loader("tiny", kernels=kernels)

@@ -1,4 +1,4 @@
-"""verify_matmul_moe: one rounding of float64, the same bits for a row in every call, crowds."""
+"""verify_matmul_moe: results within one rounding of float64, a row's bits the same in any call."""
 
 import mlx.core as mx
 import numpy as np
@@ -42,56 +42,57 @@ def expert(w: Weights, index: int) -> Weights:
 
 
 def routes(tokens: int, chosen: int, experts: int) -> mx.array:
-    """Each token's experts, all different, the last one among them."""
+    """`chosen` different experts for each token; the first token has the last expert."""
     order = mx.argsort(mx.random.normal((tokens, experts)), axis=-1)[:, :chosen]
     order[0, -1] = experts - 1
     return order.astype(mx.uint32)
 
 
 def check(moe, x, experts, *weights) -> mx.array:
-    """The kernel's result, each pair held to one rounding, and the reference to float32."""
+    """The kernel's result, asserted to be within one rounding of numpy's, as is the reference."""
     [y] = moe(x, *weights, gated=len(weights) > 1, experts=experts)
     w, *up = weights
     reference = verify_matmul_moe_reference(x.astype(mx.float32), w, experts, *up)
     assert y.dtype == mx.result_type(x, getattr(w, "scales", w))
     assert y.shape == reference.shape == (*experts.shape, w.shape[-2])
-    of_all = (*experts.shape, x.shape[-1])
-    rows = x if x.ndim > experts.ndim else mx.broadcast_to(x[..., None, :], of_all)
+    rows = x
+    if x.ndim == experts.ndim:  # one row for a token, which all of its experts multiply
+        rows = mx.broadcast_to(x[..., None, :], (*experts.shape, x.shape[-1]))
     truth = np.zeros(y.shape)
     magnitude = np.zeros(y.shape)
     for index in np.ndindex(experts.shape):
-        parts = [expert(each, experts[index].item()) for each in weights]
-        truth[index], magnitude[index] = product(rows[index], *parts)
+        weights_of_expert = [expert(matrix, experts[index].item()) for matrix in weights]
+        truth[index], magnitude[index] = product(rows[index], *weights_of_expert)
     assert within_rounding(y, truth, magnitude), (x.shape, w.shape, y.dtype)
     assert relative_error(reference, mx.array(truth, mx.float32)) <= TOLERANCES[mx.float32]
     return y
 
 
 @pytest.mark.parametrize("bits,group", [(None, 0), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64)])
-def test_one_row_per_token(moe, bits, group):
+def test_products_of_one_row_per_token_are_within_one_rounding(moe, bits, group):
     mx.random.seed(group)
     for tokens, chosen, experts, columns in ((1, 1, 2, 9), (5, 3, 16, 64), (16, 8, 8, 40)):
         w = random_weights((experts, columns, 128), dtype=mx.bfloat16, bits=bits, group=group)
         x = mx.random.normal((tokens, 128)).astype(mx.bfloat16)
         check(moe, x, routes(tokens, chosen, experts), w)
-    check(moe, x, routes(tokens, 2, experts), w)  # rows of one shape, to fewer experts
+    check(moe, x, routes(tokens, 2, experts), w)  # the same rows, for fewer experts
 
 
-def test_one_row_per_token_and_expert(moe):
-    """The projection down: each expert's own input. K is no multiple of anything."""
+def test_products_of_one_row_per_token_and_expert_are_within_one_rounding(moe):
+    """As in `down_proj`, where each expert has another input. K is 77, so no tile is whole."""
     mx.random.seed(2)
     experts = routes(11, 4, 6).reshape(1, 11, 4)
     w = random_weights((6, 24, 77), mx.float32)
     x = mx.random.normal((1, 11, 4, 77))
     y = check(moe, x, experts, w)
     assert moe(x.astype(mx.bfloat16), w, experts=experts)[0].dtype == mx.float32
-    assert same_bits(moe(x, w, experts=experts)[0], y)  # the same experts are not sorted again
+    assert same_bits(moe(x, w, experts=experts)[0], y)  # a second call reuses the sorted experts
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits,group", [(None, 0), (4, 64), (8, 32)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_one_rounding(moe, dtype, bits, group, gated):
+def test_every_dtype_and_kind_of_weights_is_within_one_rounding(moe, dtype, bits, group, gated):
     mx.random.seed(group)
     weights = [
         random_weights((5, 40, 256), dtype=dtype, bits=bits, group=group) for _ in range(1 + gated)
@@ -99,19 +100,19 @@ def test_one_rounding(moe, dtype, bits, group, gated):
     check(moe, mx.random.normal((6, 256)).astype(dtype), routes(6, 2, 5), *weights)
 
 
-@pytest.mark.parametrize("crowd", [8, 9, 16, 17, 33, 64])
-def test_crowds_of_every_size(moe, crowd):
-    """So many rows for one expert between others: at the ends of half tiles, tiles and several."""
-    mx.random.seed(crowd)
+@pytest.mark.parametrize("count", [8, 9, 16, 17, 33, 64])
+def test_any_number_of_rows_for_one_expert_is_within_one_rounding(moe, count):
+    """Around the ends of half a tile, one tile and several; other experts have a few rows."""
+    mx.random.seed(count)
     w = random_weights((3, 20, 64), dtype=mx.float32, bits=4, group=32)
-    experts = mx.array([0] * 3 + [1] * crowd + [2] * 2)[:, None]
-    shuffled = mx.argsort(mx.random.normal((crowd + 5,)))
-    check(moe, mx.random.normal((crowd + 5, 64)), experts[shuffled], w)
+    experts = mx.array([0] * 3 + [1] * count + [2] * 2)[:, None]
+    shuffled = mx.argsort(mx.random.normal((count + 5,)))
+    check(moe, mx.random.normal((count + 5, 64)), experts[shuffled], w)
 
 
 @pytest.mark.parametrize("dtype,bits,gated", [(mx.bfloat16, 4, True), (mx.float16, 8, False)])
 def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gated):
-    """Whether it has its experts to itself or shares them with 63 others."""
+    """Whether its experts multiply only this row or 63 others as well."""
     mx.random.seed(5)
     experts = routes(64, 3, 5)  # nearly every expert has rows of most tokens
     weights = [
@@ -125,7 +126,7 @@ def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gated):
     check_rows(multiply, 64, (2, 5, 8, 9, 13, 16, 17, 33, 64))
 
 
-def test_what_does_not_fit_is_refused(moe):
+def test_shapes_without_a_kernel_are_refused(moe):
     x = mx.ones((2, 128))
     w = random_weights((4, 16, 128), mx.float32, 4)
     for message, given in (

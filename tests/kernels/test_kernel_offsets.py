@@ -1,7 +1,7 @@
-"""Offsets past 2^31: large vocabularies and many experts, in buffers that are mostly air.
+"""Offsets past 2^31: large vocabularies and many experts, in buffers that take little memory.
 
-Each kernel is called once, small, by its wrapper; the same call is then made of arrays as large as
-those of a large model, for the one threadgroup that reads or writes their end.
+Each kernel is first called with small arrays. The same launch is then repeated with arrays of a
+large model's size, for the one threadgroup that reads or writes their end.
 """
 
 import mmap
@@ -27,10 +27,9 @@ AROUND = 2**34  # bytes on both sides, so that an offset cut to 32 bits finds ze
 
 
 class SparseArray(Memory):
-    """An array of zeros, in as little memory as what is written to it takes.
+    """An array of zeros that takes memory only for what is written to it.
 
-    Address space is reserved and nothing else; what is never written reads as zeros. `values` is
-    numpy's view of it.
+    The rest is reserved address space, which reads as zeros. `values` is numpy's view of it.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
@@ -46,22 +45,24 @@ class SparseArray(Memory):
         self.values = np.ndarray(shape, storage, room, AROUND)
 
 
-class Calls:
-    """A factory of kernels that keeps the last call."""
+class RecordingFactory:
+    """A factory of emulated kernels that records the last call."""
 
     def __call__(self, **definition):
         kernel = EmulatedKernel(**definition, checked=False)
 
-        def call(**given):
-            self.last = kernel, given
-            return kernel(**given)
+        def call(**arguments):
+            self.last_kernel = kernel
+            self.last_arguments = arguments
+            return kernel(**arguments)
 
         return call
 
-    def again(self, output: SparseArray, group: int, grid: tuple[int, int, int], **large) -> None:
-        """One threadgroup of the last call, with other inputs and its one output, in place."""
-        kernel, given = self.last
-        arrays = dict(zip(kernel.input_names, given["inputs"], strict=True)) | large
+    def repeat(self, output: SparseArray, group: int, grid: tuple[int, int, int], **large) -> None:
+        """Launch one threadgroup of the last call again, with `large` inputs and output."""
+        kernel = self.last_kernel
+        arguments = self.last_arguments
+        arrays = dict(zip(kernel.input_names, arguments["inputs"], strict=True)) | large
         wrapper = kernel.wrapper([*arrays.values()], [output.dtype])
         memory: list[Memory] = []
         for parameter in wrapper.parameters[:-1]:
@@ -74,56 +75,63 @@ class Calls:
                 memory.append(
                     Memory(parameter.name, values=description, writable=False, initialised=True)
                 )
-        sizes = grid, given["threadgroup"], [*memory, output]
-        library = kernel.library(wrapper)
-        launch(kernel.name, kernel.build.runtime, library, *sizes, range(group, group + 1))
+        launch(
+            kernel.name,
+            kernel.build.runtime,
+            kernel.library(wrapper),
+            grid,
+            arguments["threadgroup"],
+            [*memory, output],
+            range(group, group + 1),
+        )
 
 
-def close(got, expected) -> bool:
+def close(actual, expected) -> bool:
     expected = np.array(expected, np.float64)
-    return np.abs(np.array(got, np.float64) - expected).max() <= 1e-5 * np.abs(expected).max()
+    error = np.abs(np.array(actual, np.float64) - expected).max()
+    return error <= 1e-5 * np.abs(expected).max()
 
 
 def stored(w, name: str) -> dict:
-    """A kernel's arrays of some weights by name."""
+    """The arrays of weights, by the names of a kernel's inputs."""
     names = input_names(name, "plain" if isinstance(w, mx.array) else "affine")
     return dict(zip(names, inputs(w), strict=True))
 
 
 @pytest.mark.parametrize(("bits", "depth"), [(None, 64), (8, 256)])
-def test_a_vocabulary_of_more_than_two_to_the_31_weights(bits, depth):
-    """Or as many words of 8 bits, which have 2^26 scales and biases."""
+def test_weights_past_offset_2_to_the_31_are_read(bits, depth):
+    """The last columns of a vocabulary with more weights, or 8-bit words, than 2^31."""
     mx.random.seed(0)
-    calls = Calls()
+    factory = RecordingFactory()
     columns = FAR // 64 + 64
     x = mx.random.normal((2, depth))
     w = random_weights((32, depth), dtype=mx.float32, bits=bits, group=128)
-    [y] = VerifyMatmul(calls)(x, w)
+    [y] = VerifyMatmul(factory)(x, w)
     large = {}
     for name, array in stored(w, "a").items():
         large[name] = SparseArray((columns, array.shape[1]), array.dtype)
         large[name].values[-32:] = np.array(array)
     out = SparseArray((2, columns), mx.float32)
     tiles = columns // 32
-    calls.again(out, tiles - 1, (tiles * 128, 1, 1), **large)
+    factory.repeat(out, tiles - 1, (tiles * 128, 1, 1), **large)
     assert close(out.values[:, -32:], y)
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_an_expert_past_two_to_the_31(bits):
+def test_experts_past_offset_2_to_the_31_are_read(bits):
     mx.random.seed(4)
-    calls = Calls()
+    factory = RecordingFactory()
     depth = 64
     columns = 4096
     count = (FAR // (depth * columns) + 2) * (8 if bits else 1)
     w = random_weights((2, 32, depth), mx.float32, bits)
     x = mx.random.normal((1, depth))
-    [y] = VerifyMatmulMoe(calls)(x, w, experts=mx.full((1, 1), 1, mx.uint32))
+    [y] = VerifyMatmulMoe(factory)(x, w, experts=mx.full((1, 1), 1, mx.uint32))
     large = {}
     for key, array in stored(w, "w").items():
         large[key] = SparseArray((count, columns, array.shape[2]), array.dtype)
         large[key].values[-1, :32] = np.array(array[1])
     pairs = mx.full((8,), count - 1, mx.uint32)
     out = SparseArray((1, columns), mx.float32)
-    calls.again(out, 0, (columns // 32 * 128, 1, 1), experts=pairs, **large)
+    factory.repeat(out, 0, (columns // 32 * 128, 1, 1), experts=pairs, **large)
     assert close(out.values[:, :32], y[:, 0])

@@ -1,4 +1,4 @@
-"""Kernels that do not compile, or compute something else, are left to MLX, and no others."""
+"""Kernels that do not compile or compute wrong results are found and replaced by MLX's."""
 
 import warnings
 
@@ -22,34 +22,36 @@ from dflash_mlx.traces import Traces
 
 pytestmark = on_gpu_or_emulator
 
-COMPILER = """[metal::Device] Unable to build metal library from source
+COMPILER_ERROR = """[metal::Device] Unable to build metal library from source
 program_source:41:9: warning: unused variable 'a'
 program_source:52:13: error: use of undeclared identifier 'fragment'
 """
 
 
-def broken_where(concerns, wrong):
-    """A factory whose kernels fail in the calls that `concerns` is true of.
+def broken_factory(is_broken, break_results):
+    """A factory of kernels of which some calls are broken.
 
-    concerns: of a kernel's name and the keywords of a call.
-    wrong:    what becomes of its results there.
+    is_broken: tells whether a call is, from the kernel's name and the call's keywords.
+    break_results: gives wrong results for the right ones, or raises.
     """
-    return Launches(
-        change=lambda name, call, results: wrong(results) if concerns(name, call) else results
-    )
+
+    def change(name, call, results):
+        return break_results(results) if is_broken(name, call) else results
+
+    return Launches(change=change)
 
 
-def named(prefix):
-    return lambda name, given: name.startswith(prefix)
+def named(prefix, part=""):
+    """Whether a kernel's name begins with a prefix and contains a part."""
 
+    def is_broken(name, call):
+        return name.startswith(prefix) and part in name
 
-def with_part(prefix, part):
-    """Calls of these kernels whose names have a part."""
-    return lambda name, given: name.startswith(prefix) and part in name
+    return is_broken
 
 
 def does_not_compile(results):
-    raise RuntimeError(COMPILER)
+    raise RuntimeError(COMPILER_ERROR)
 
 
 def too_many_threads(results):
@@ -74,8 +76,8 @@ def not_a_number(results):
     return [results[0] * float("nan"), *results[1:]]
 
 
-def wired(family, factory, bits=4, exact=False):
-    """A random target, wired as `load` does it where all of ours won."""
+def target_on_kernels(family, factory, bits=4, exact=False):
+    """A random target with all of our kernels, as `load` makes one where they won the timing."""
     config = families.CONFIGS[family]
     target = dm.Target(
         half_precision(family, bits),
@@ -96,18 +98,19 @@ def answer(target, kv_bits=None):
     """Verify chains and trees of two sizes after a prompt. Returns the logits."""
     logits = []
     for rows in (3, 16):
-        for parents in ((), [(node - 1) // 2 if node else -1 for node in range(rows)]):
+        binary_tree = (-1, *((node - 1) // 2 for node in range(1, rows)))
+        for parents in ((), binary_tree):
             session = target.start(kv_bits=kv_bits)
             list(session.prefill(families.random_prompt(3, seed=1)))
-            logits.append(session.verify(dm.Proposal([7] * rows, tuple(parents)))[0])
+            logits.append(session.verify(dm.Proposal([7] * rows, parents))[0])
             session.commit([0, 1])
     mx.eval(logits)
     return mx.concatenate(logits)
 
 
 def failed_checks(family, factory, bits=4, exact=False, kv_bits=None):
-    """What failed while a random model verified."""
-    target = wired(family, factory=factory, bits=bits, exact=exact)
+    """The problems found while a random target verified, by the name of the check."""
+    target = target_on_kernels(family, factory=factory, bits=bits, exact=exact)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answer(target, kv_bits)
@@ -117,15 +120,15 @@ def failed_checks(family, factory, bits=4, exact=False, kv_bits=None):
 @pytest.mark.parametrize(
     ("family", "bits"), [("qwen3", 8), ("qwen3_5", 4), ("qwen3_moe", None), ("gpt_oss", 4)]
 )
-def test_nothing_is_found_where_all_is_well(family, bits):
+def test_no_problem_is_found_in_working_kernels(family, bits):
     assert failed_checks(family, quick_factory(), bits, exact=family == "qwen3_5") == {}
 
 
 ATTENTION = "attention 4/2 heads of 64 in bfloat16, "
-# family, what is broken, and what the names of all that is left to MLX have in common
+# A family, which calls are broken, and a part of the names of all checks that fail.
 CASES = {
     "products": ("qwen3", named("verify_matmul_affine"), "rows in bfloat16 by"),
-    "gate and up": ("qwen3", with_part("verify_matmul", "gate_up"), "as gate and up"),
+    "gate and up": ("qwen3", named("verify_matmul", "gate_up"), "as gate and up"),
     "gate and up of experts": (
         "qwen3_moe",
         named("verify_matmul_moe_affine_gate_up"),
@@ -138,43 +141,48 @@ CASES = {
         "g32 bfloat16 and 128x64",
     ),
     "attention": ("qwen3", named("block_attention"), ATTENTION),
-    "trees": ("gpt_oss", with_part("block_attention", "tree"), "a tree of"),
-    "sinks": ("gpt_oss", with_part("block_attention_merge", "sinks"), "with sinks"),
+    "trees": ("gpt_oss", named("block_attention", "tree"), "a tree of"),
+    "sinks": ("gpt_oss", named("block_attention_merge", "sinks"), "with sinks"),
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "concerns", "name", "wrong"),
+    ("family", "is_broken", "name", "break_results"),
     [
         (*case, (slightly_off, does_not_compile)[index % 2])
         for index, case in enumerate(CASES.values())
     ],
     ids=CASES.keys(),
 )
-def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concerns, name, wrong):
-    """MLX's run in its place: the logits are those of a model without ours."""
-    target = wired(family, broken_where(concerns, wrong))
+def test_only_broken_kernels_are_found_and_mlx_runs_in_their_place(
+    family, is_broken, name, break_results
+):
+    """The logits are then about those of a model without our kernels. It warns once."""
+    target = target_on_kernels(family, broken_factory(is_broken, break_results))
     with pytest.warns(UserWarning, match="a kernel of ours is broken here and left out"):
         logits = answer(target)
     problems = target.kernel_plan.kernels.checks.failed
     assert problems and all(name in key for key in problems), problems
-    words = "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
-    if wrong is not does_not_compile:
-        words = "differs from its reference by"
-    assert all(words in problem for problem in problems.values())
-    stock = half_precision(family), families.CONFIGS[family]
-    expected = answer(
-        dm.Target(stock[0], tokenizer=families.CharacterTokenizer(), config=stock[1], name=family)
+    message = "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
+    if break_results is slightly_off:
+        message = "differs from its reference by"
+    assert all(message in problem for problem in problems.values())
+    stock = dm.Target(
+        half_precision(family),
+        tokenizer=families.CharacterTokenizer(),
+        config=families.CONFIGS[family],
+        name=family,
     )
-    if family == "qwen3":  # a rounding changes a router's choice
+    expected = answer(stock)
+    if family == "qwen3":  # in models with experts, a rounding may change a router's choice
         assert mx.abs(logits - expected).max() < 0.1 * mx.abs(expected).max()
-    with warnings.catch_warnings():  # said once
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         answer(target)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("break_results", "messages"),
     [
         (too_many_threads, "does not run (Thread group size (512) is greater than"),
         (one_element_off, "differs from its reference by"),
@@ -183,21 +191,23 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
         (lambda results: [results[0][:, :-1]], "does not run|gives"),
     ],
 )
-def test_every_way_to_fail_is_found(wrong, words):
-    broken = with_part("verify_matmul_affine", "gate_up")
-    problems = failed_checks("qwen3", broken_where(broken, wrong)).values()
+def test_every_way_to_fail_is_found(break_results, messages):
+    """Alternative messages are separated by |."""
+    is_broken = named("verify_matmul_affine", "gate_up")
+    problems = failed_checks("qwen3", broken_factory(is_broken, break_results)).values()
     assert problems
-    assert all(any(word in problem for word in words.split("|")) for problem in problems)
+    for problem in problems:
+        assert any(message in problem for message in messages.split("|"))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_nobody_asked_for_is_not_compiled(bits):
-    """Quantized keys, trees, other numbers of rows: each is checked with its first use."""
+def test_kernels_are_checked_at_their_first_use_and_not_before(bits):
+    """Those for quantized keys, for trees, and for each number of rows."""
     recorder = Recorder()
-    target = wired("qwen3", recorder)
+    target = target_on_kernels("qwen3", recorder)
     checks = target.kernel_plan.kernels.checks
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zeros are not what a reference gives
+        warnings.simplefilter("ignore")  # the recorder gives zeros, so that all checks fail
         for rows, kv_bits in ((4, None), (4, bits), (9, None)):
             checks.failed.clear()
             target.start(kv_bits=kv_bits).verify(dm.Proposal([7] * rows))
@@ -212,11 +222,13 @@ def folder(tmp_path):
     return str(tinymodels.save_target(tmp_path, "qwen3", head_dim=64))
 
 
-def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_path, folder):
-    """The timings and verdicts are on disk: it checks nothing, and asks for no trees or kv_bits."""
+def test_a_second_command_compiles_only_the_kernels_that_its_answer_launches(
+    monkeypatch, tmp_path, folder
+):
+    """The first one stored choices and passed checks on disk, so it checks nothing."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
-    every = candidates(dm.load_target(folder, bits=4, kernels="off"))
-    won = {key: rows - {16} for key, rows in every.items()}  # not exact by default
+    all_rows = candidates(dm.load_target(folder, bits=4, kernels="off"))
+    won = {key: rows - {16} for key, rows in all_rows.items()}  # so that exact is not the default
     monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: won)
     runs: list[Launches] = []
 
@@ -233,19 +245,23 @@ def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_pat
     texts = []
     command = ["generate", "aba", "--model", folder, "--target-bits", 4, "--max-tokens", 5]
     for _ in range(3):
-        done = run(*command, "--draft", "lookup")
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
-    first, second, third = ([launched.counts, launched.libraries] for launched in runs[1:])
-    assert second == third and sum(first[0].values()) > sum(second[0].values())
-    assert texts[0] == texts[1] == texts[2] and second[1] <= first[1]
+        result = run(*command, "--draft", "lookup")
+        assert result.returncode == 0, result.stderr
+        texts.append(result.stdout)
+    assert texts[0] == texts[1] == texts[2]
+    first, second, third = runs[1:]
+    assert sum(first.counts.values()) > sum(second.counts.values())
+    assert second.counts == third.counts
+    assert second.libraries == third.libraries <= first.libraries
     # Products of one matrix, of three, and gated; both passes of attention.
-    assert len(second[1]) <= 5 and not any("tree" in name for name in second[1])
+    assert len(second.libraries) <= 5
+    assert not any("tree" in name for name in second.libraries)
 
 
-def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
-    broken = broken_where(named("block_attention_merge"), slightly_off)
-    load = dict(bits=4, group_size=32, metal_kernel=broken)
+def test_exact_decoding_is_refused_if_one_of_its_kernels_is_broken(folder, monkeypatch):
+    """Where it is only the default, the model is loaded without it, with a warning."""
+    broken = broken_factory(named("block_attention_merge"), slightly_off)
+    load = {"bits": 4, "group_size": 32, "metal_kernel": broken}
     with pytest.raises(KernelError, match="Exact decoding needs our kernels: attention 4/2 heads"):
         dm.load_target(folder, **load, kernels="exact")
     free = candidates(dm.load_target(folder, bits=4, group_size=32, kernels="off"))
@@ -254,24 +270,28 @@ def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
         assert not dm.load_target(folder, **load).kernel_plan.exact
 
 
-def careless():
-    """Kernels that are right, but round otherwise where several rows share a call."""
+def kernels_with_other_bits_for_several_rows():
+    """Kernels whose results are right, but rounded more coarsely if several rows share a call."""
 
     def coarse(results):
         return [(y.view(mx.uint32) & 0xFFFFFFF0).view(mx.float32) for y in results]
 
-    def concerns(name, given):
-        x = given["inputs"][0]
+    def has_several_rows(name, call):
+        x = call["inputs"][0]
         return name.startswith("verify_matmul_affine_float") and x.size > x.shape[-1]
 
-    return broken_where(concerns, coarse)
+    return broken_factory(has_several_rows, coarse)
 
 
-def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
-    load = dict(bits=4, group_size=32, metal_kernel=careless())
+def test_an_exact_load_compares_rows_of_a_block_with_single_rows(folder, monkeypatch):
+    """If they differ, exact decoding is refused, or it is not the default."""
+    load = {
+        "bits": 4,
+        "group_size": 32,
+        "metal_kernel": kernels_with_other_bits_for_several_rows(),
+    }
     with pytest.raises(KernelError, match="row 1 of 16 that .* verifies has other bits here"):
         dm.load_target(folder, **load, kernels="exact")
-    # Where nobody asked, the model is loaded all the same, and drafts are not taken for exact.
     with monkeypatch.context() as patch:
         model = dm.load_target(folder, bits=4, group_size=32, kernels="off")
         free = candidates(model)
@@ -280,8 +300,8 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
             assert not dm.load_target(folder, **load).kernel_plan.exact
 
 
-def test_a_check_sends_rows_to_experts_of_their_own():
-    """Whatever the rows are that are about to be multiplied."""
+def test_a_check_of_experts_routes_its_rows_to_many_of_them():
+    """Though the call that it precedes sends all rows to one expert."""
     routes = []
 
     def factory(**definition):
@@ -297,6 +317,6 @@ def test_a_check_sends_rows_to_experts_of_their_own():
         VerifyMatmulMoe(factory, checks=checks)(
             mx.ones((16, 16)), mx.ones((32, 8, 16)), experts=mx.zeros((16, 4), mx.uint32)
         )
-    [checked] = routes
-    assert len({tuple(sorted(row)) for row in checked}) > 8
-    assert all(len(set(row)) == 4 for row in checked)
+    [experts_of_rows] = routes
+    assert len({tuple(sorted(experts)) for experts in experts_of_rows}) > 8
+    assert all(len(set(experts)) == 4 for experts in experts_of_rows)

@@ -1,4 +1,4 @@
-"""What the kernel factory is handed: one ASCII text with every local include in it, once."""
+"""The source of a kernel as MLX gets it: one ASCII text with every local include inlined once."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_includes_are_inlined_once(folder):
     assert text == "#include <metal_stdlib>\nint a;\nint b;\nint kernel;\n"
 
 
-def test_comments_and_indentation_stay_in_the_file(folder):
+def test_comments_indentation_and_empty_lines_are_removed(folder):
     (folder / "kernel.metal").write_text("// why\n\nint f() {\n  return 1;  // one\n}\n")
     assert source.metal_source("kernel.metal") == "int f() {\nreturn 1;\n}\n"
 
@@ -43,13 +43,16 @@ def test_a_character_outside_ascii_is_refused(folder):
 @metal_host.needs_compiler
 @pytest.mark.parametrize("name", sorted(p.name for p in METAL.glob("*.*") if p.suffix != ".py"))
 def test_every_file_compiles_by_itself(name):
-    """As on a Mac (`xcrun -sdk macosx metal -c`), with stand-ins for Metal's headers: it includes
-    what it needs. What its templates hold is compiled where the kernels are tested.
+    """A file includes all that it uses; Metal's headers are replaced by the emulator's.
+
+    This is what `xcrun -sdk macosx metal -c` checks on a Mac. Templates are compiled where kernels
+    are tested.
     """
     Build().check_syntax(METAL / name)
 
 
-def test_small_inputs_are_padded_to_what_mlx_leaves_in_device_memory():
+def test_inputs_of_fewer_than_8_elements_are_padded():
+    """MLX would put them into `constant` memory, where a kernel's `device` pointer cannot point."""
     small = mx.array([[1, 2, 3]])
     large = mx.ones((2, 4))
     assert in_device_memory(small).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
@@ -57,8 +60,8 @@ def test_small_inputs_are_padded_to_what_mlx_leaves_in_device_memory():
 
 
 @pytest.mark.parametrize("path", sorted(METAL.glob("*.metal")), ids=lambda path: path.name)
-def test_nothing_is_fused_that_the_text_does_not_fuse(path):
-    """Else one instance of a template may round where another does not."""
+def test_a_file_forbids_the_compiler_to_fuse_multiplications_and_additions(path):
+    """Otherwise one instance of a template may round a product that another one does not."""
     before, pragma, _ = source.metal_source(path.name).partition("#pragma METAL fp contract(off)\n")
     assert pragma and "{" not in before
     assert source.metal_source(path.name).count("fp contract") == 1

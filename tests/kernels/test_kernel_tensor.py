@@ -1,4 +1,4 @@
-"""Products on an M5's tensor units: their results, who checks and times them, and who keeps off.
+"""Products on an M5's tensor units: their results, their checks, and where they are not used.
 
 On a Mac with tensor units: `pytest -m metal tests/kernels/test_kernel_tensor.py`.
 """
@@ -53,7 +53,7 @@ def matmul() -> VerifyMatmul:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_product_is_rounded_once(matmul, group, gated):
-    """Of all of one tile's rows and of few, of several tiles, and of a K that is split."""
+    """With 16 rows (one tile), 3, 17 (two tiles), and 9 with a K that is split."""
     mx.random.seed(group)
     for rows, shape in ((16, (64, 256)), (3, (32, 512)), (17, (32, 256)), (9, SPLIT)):
         weights = [tensor_weights(shape, group) for _ in range(1 + gated)]
@@ -68,7 +68,7 @@ def test_a_row_has_the_same_bits_in_every_call(matmul):
     check_rows(lambda rows: matmul(x[rows], w), 16, (2, 8, 9, 16))
 
 
-def test_several_matrices(matmul):
+def test_matrices_that_share_a_launch_are_rounded_once(matmul):
     mx.random.seed(3)
     for columns, depth in (((64, 32, 32), 256), ((96, 32), 1024)):
         weights = [tensor_weights((n, depth)) for n in columns]
@@ -76,7 +76,7 @@ def test_several_matrices(matmul):
 
 
 def test_products_that_tensor_units_cannot_compute_use_the_other_kernel():
-    """Rows in another dtype; matrices that share a launch with one that does not fit."""
+    """Rows in another dtype, and matrices that share a launch with one not on tensor units."""
     launches = Launches()
     matmul = VerifyMatmul(launches)
     w = tensor_weights((32, 256))
@@ -98,7 +98,7 @@ def test_products_that_tensor_units_cannot_compute_use_the_other_kernel():
         ((2, 32, 256), mx.bfloat16, 4),
     ],
 )
-def test_other_weights_are_refused(shape, dtype, bits):
+def test_weights_that_tensor_units_cannot_multiply_are_refused(shape, dtype, bits):
     with pytest.raises(KernelError, match="Tensor units do not take"):
         replace(random_weights(shape, dtype, bits), tensor_units=True)
 
@@ -119,7 +119,7 @@ def test_other_weights_are_refused(shape, dtype, bits):
         ("x86_64", "26.4", False),
     ],
 )
-def test_chips_with_tensor_units(architecture, macos, has):
+def test_which_chips_and_macos_versions_have_tensor_units(architecture, macos, has):
     assert has_tensor_units({"architecture": architecture}, macos) == has
     assert not has_tensor_units({}, macos)
 
@@ -138,7 +138,9 @@ def target():
     )
 
 
-def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
+def test_a_kernel_that_fails_on_tensor_units_runs_without_them():
+    """With a warning for each failed check, and results close to those of MLX."""
+
     def wrong(name, call, results):
         return [1.1 * y if "tensor" in name else y for y in results]
 
@@ -148,16 +150,16 @@ def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
     expected = tensor.start().verify(dm.Proposal([7, 9]))[0]
     begin_checks(kernels)
     tensor.kernel_plan = swap_layers(tensor.model, config=tensor.config, kernels=kernels, rows=rows)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logits = tensor.start().verify(dm.Proposal([7, 9]))[0]
     assert mx.allclose(logits, expected, rtol=0.1, atol=0.1)
     assert all("on tensor units" in key for key in kernels.checks.failed)
-    assert len(said) == len(kernels.checks.failed) > 0
+    assert len(caught) == len(kernels.checks.failed) > 0
 
 
-def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
-    """Also where they won, and it is no default where they did."""
+def test_exact_decoding_does_not_use_tensor_units(monkeypatch):
+    """Even if they were the fastest. Then it is not the default, and decoding uses them."""
     launches = Launches()
     prompt = [3, 1, 4, 1, 5]
     won = candidates(target(), True)
@@ -173,8 +175,8 @@ def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
     assert not fast.kernel_plan.exact and any("tensor" in name for name in launches.counts)
 
 
-def test_layers_of_one_form_share_a_launch():
-    """Of the inputs of a recurrence, gates of 48 columns run without, and the rest on the units."""
+def test_layers_on_tensor_units_do_not_share_a_launch_with_others():
+    """Of a recurrence's input projections, tensor units cannot take the gates of 48 columns."""
     changes = CHANGES | dict(
         num_hidden_layers=4,
         linear_num_key_heads=16,
@@ -191,25 +193,26 @@ def test_layers_of_one_form_share_a_launch():
     mixer = model.layers[0].linear_attn
     large = [mixer.in_proj_qkv, mixer.in_proj_z]
     gates = [mixer.in_proj_b, mixer.in_proj_a]
-    for layers, units in ((large, True), (gates, False)):
-        assert {layer._product.weights[0].tensor_units for layer in layers} == {units}
+    for layers, on_tensor_units in ((large, True), (gates, False)):
+        assert {layer._product.weights[0].tensor_units for layer in layers} == {on_tensor_units}
         assert len({layer._fused.func for layer in layers}) == 1
     assert large[0]._fused.func is not gates[0]._fused.func
 
 
-def test_words_begin_where_tensor_units_read_them():
-    """A view that begins elsewhere is copied; buffers of Metal's begin right."""
+def test_words_are_copied_unless_their_address_is_a_multiple_of_128_bytes():
+    """Tensor units need that. Whole buffers of Metal are aligned; a view of one may not be."""
     words = mx.arange(4096, dtype=mx.uint32)
     views = [words[4 * index : 4 * index + 2048] for index in range(8)]  # 16 bytes apart
     mx.eval(views)
     addresses = [np.asarray(view).__array_interface__["data"][0] for view in views]
     for view, address in zip(views, addresses, strict=True):
-        ready = aligned(view)
-        assert (ready is view) == (address % 128 == 0) and mx.array_equal(ready, view).item()
+        aligned_words = aligned(view)
+        assert (aligned_words is view) == (address % 128 == 0)
+        assert mx.array_equal(aligned_words, view).item()
 
 
-def test_a_layer_in_another_dtype_keeps_off():
-    """Choices are kept by shape: a drafter's layer may have the shape and not the dtype."""
+def test_a_layer_in_another_dtype_does_not_use_tensor_units():
+    """Choices are stored by shape, and a drafter's layer may have the shape in another dtype."""
     model = target()
     model.model.set_dtype(mx.float16)
     swap_layers(

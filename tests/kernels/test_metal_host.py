@@ -1,4 +1,4 @@
-"""The emulator: it names each of the bugs that Metal kernels have, and rounds as Metal does."""
+"""The emulator of Metal: it finds each kind of bug that a kernel can have, and rounds as Metal."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ BEFORE_PRODUCT = f"{BARRIER}\n    for (int k = 0"
 AFTER_PRODUCT = f"}}\n    {BARRIER}\n  }}"
 LAST_PRODUCT = "simdgroup_multiply_accumulate(high, x_high, w_columns, high);"
 
-# What becomes of the kernel's text, and the kind of finding.
+# Bugs: a piece of the kernel's text, what replaces it, and the kind of the emulator's finding.
 BUGS = {
     "no barrier before the product": (BEFORE_PRODUCT, "for (int k = 0", "race"),
     "no barrier after the product": (AFTER_PRODUCT, "}\n  }", "race"),
@@ -97,18 +97,19 @@ BUGS = {
 
 
 def sample() -> samples.Sample:
+    """A correct kernel: a product of 16 rows by 4-bit weights."""
     x = mx.random.normal((16, 256), key=mx.random.key(0)).astype(mx.float16)
     weights = mx.random.normal((64, 256), key=mx.random.key(1)).astype(mx.float16)
     return samples.matmul(x, weights)
 
 
 def planted(correct: str, wrong: str) -> samples.Sample:
-    """The matmul with one piece of its text replaced."""
-    whole = sample()
-    texts = {key: whole.constructor[key] for key in ("header", "source")}
+    """The sample with one piece of its text replaced."""
+    original = sample()
+    texts = {key: original.constructor[key] for key in ("header", "source")}
     assert sum(text.count(correct) for text in texts.values()) == 1, correct
-    changed = {key: text.replace(correct, wrong) for key, text in texts.items()}
-    return replace(whole, constructor=whole.constructor | changed)
+    changed_texts = {key: text.replace(correct, wrong) for key, text in texts.items()}
+    return replace(original, constructor=original.constructor | changed_texts)
 
 
 def kinds(caught: pytest.ExceptionInfo[CheckError]) -> set[str]:
@@ -116,29 +117,30 @@ def kinds(caught: pytest.ExceptionInfo[CheckError]) -> set[str]:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_nothing_is_found_in_the_kernel_itself(checked):
-    whole = sample()
-    x, words, scales, biases = whole.inputs
+def test_a_correct_kernel_has_no_findings_and_the_right_result(checked):
+    correct = sample()
+    x, words, scales, biases = correct.inputs
     weights = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), 64, 4)
-    assert mx.allclose(whole.run(checked=checked)[0], x.astype(mx.float32) @ weights.T, atol=0.05)
+    [y] = correct.run(checked=checked)
+    assert mx.allclose(y, x.astype(mx.float32) @ weights.T, atol=0.05)
 
 
 @pytest.mark.parametrize("correct,wrong,kind", BUGS.values(), ids=BUGS.keys())
-def test_bug_is_found(correct, wrong, kind):
+def test_a_bug_is_found(correct, wrong, kind):
     with pytest.raises(CheckError) as caught:
         planted(correct, wrong).run()
     assert kind in kinds(caught), caught.value
 
 
-def test_a_variable_never_set_is_not_zero():
-    """A thread's own memory is not checked, but what is wrong there shows in the result."""
-    (right,) = sample().run()
-    (wrong,) = planted("> low(0), high(0);", "> low, high(0);").run()
-    assert mx.array_equal(wrong[8:], right[8:])
-    assert not mx.isfinite(wrong[:8]).any().item()
+def test_a_variable_that_is_never_set_is_nan():
+    """A thread's private memory is not checked, but such a bug shows in the result."""
+    [expected] = sample().run()
+    [result] = planted("> low(0), high(0);", "> low, high(0);").run()
+    assert mx.array_equal(result[8:], expected[8:])
+    assert not mx.isfinite(result[:8]).any().item()
 
 
-def test_finding_names_the_line():
+def test_a_finding_names_the_line():
     correct, wrong, _ = BUGS["writes to an input"]
     bug = planted(correct, wrong)
     with pytest.raises(CheckError) as caught:
@@ -150,19 +152,27 @@ def test_finding_names_the_line():
 
 
 def run(body: str, *inputs: mx.array, threads: int = 64, dtype: mx.Dtype = mx.float32):
-    """What `body` leaves in `out` [threads]; its inputs are a, b and c, and `t` is its thread."""
+    """Run the body of a kernel and return its output `out` [threads].
+
+    The inputs are called a, b and c in the body, and `t` is the number of the thread.
+    """
     source = f"const uint t = thread_position_in_grid.x;\n{body}"
     kernel = EmulatedKernel(
         "body", input_names=list("abc"[: len(inputs)]), output_names=["out"], source=source
     )
-    size = dict(grid=(threads, 1, 1), threadgroup=(threads, 1, 1))
-    (out,) = kernel(inputs=inputs, output_shapes=[(threads,)], output_dtypes=[dtype], **size)
+    [out] = kernel(
+        inputs=inputs,
+        output_shapes=[(threads,)],
+        output_dtypes=[dtype],
+        grid=(threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+    )
     return out
 
 
 @pytest.mark.parametrize("threads", [1, 64])
 def test_too_much_private_memory_is_found(threads):
-    """And the next launch finds every thread's stack in order again."""
+    """And the next launch works: the overflow left no thread's stack damaged."""
     body = """
       float own[SIZE];
       for (uint i = 0; i < SIZE; i++) own[(i * 7 + t) % SIZE] = i;
@@ -177,21 +187,23 @@ def test_too_much_private_memory_is_found(threads):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_and_bfloat_round_after_every_operation(dtype):
-    """Including the intermediate ones: half(half(a * b) + c), as Metal has no wider half."""
+    """As on Metal: a * b + c is half(half(a * b) + c), not rounded once at the end."""
     a, b, c = (mx.random.normal((64,), key=mx.random.key(i)).astype(dtype) for i in range(3))
-    wide = (a.astype(mx.float32) * b.astype(mx.float32)).astype(dtype).astype(mx.float32)
-    expected = (wide + c.astype(mx.float32)).astype(dtype)
+    product = (a.astype(mx.float32) * b.astype(mx.float32)).astype(dtype)
+    expected = (product.astype(mx.float32) + c.astype(mx.float32)).astype(dtype)
     assert mx.array_equal(run("out[t] = a[t] * b[t] + c[t];", a, b, c, dtype=dtype), expected)
 
 
 def test_bfloat_rounds_to_even_and_keeps_infinities():
-    ties = [1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -np.inf, 1e-40, 0.1]
-    given = mx.array(np.resize(np.array(ties, np.float32), 64))
-    got = run("out[t] = bfloat(a[t]);", given, dtype=mx.bfloat16)
-    assert mx.array_equal(got, given.astype(mx.bfloat16))
+    # Two ties, a number that rounds to infinity, infinity, a subnormal, and an ordinary number.
+    values = [1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -np.inf, 1e-40, 0.1]
+    inputs = mx.array(np.resize(np.array(values, np.float32), 64))
+    rounded = run("out[t] = bfloat(a[t]);", inputs, dtype=mx.bfloat16)
+    assert mx.array_equal(rounded, inputs.astype(mx.bfloat16))
 
 
-def test_simdgroup_barrier_orders_its_own_lanes_only():
+def test_a_simdgroup_barrier_orders_only_the_lanes_of_one_simdgroup():
+    """Reading another lane's value (t ^ 1) is safe; another SIMD-group's (t ^ 32) is a race."""
     body = """
       threadgroup float shared[64];
       shared[t] = a[t];
@@ -215,8 +227,8 @@ test_metal_host.sample().run(checked=False)
 """
 
 
-def test_a_copied_cache_has_a_runtime_of_its_own(tmp_path):
-    """A copy's kernels once loaded the original's library as well, and the process died."""
+def test_a_copied_cache_of_compiled_kernels_works(tmp_path):
+    """Kernels of a copy once loaded the original's runtime library as well, and crashed."""
     sample().run(checked=False)
     for library in compiler.CACHE.glob("*.so"):
         shutil.copy(library, tmp_path)
@@ -251,8 +263,8 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
-def test_wrapper_is_the_text_of_mlx(sample, tmp_path, capfd):
-    """Letter for letter. Without Metal MLX cannot run a kernel, but it can export one."""
+def test_the_emulators_wrapper_is_the_text_that_mlx_generates(sample, tmp_path, capfd):
+    """Without Metal, MLX cannot run a kernel, but it prints the text when it exports one."""
     kernel = mx.fast.metal_kernel(**sample.constructor)
     call = sample.call
 

@@ -1,7 +1,7 @@
-"""Every kernel, with every set of constants, as a Mac's compiler reads it.
+"""Every kernel, with every set of constants, checked by clang as strictly as on a Mac.
 
-Nothing here runs on a GPU or needs one: clang reads the text that MLX would hand to Metal, as C++
-for OpenCL, which has Metal's address spaces and Metal 4.1's rule for `this`.
+No GPU is needed: clang compiles the text that MLX would give to Metal, as C++ for OpenCL, which has
+Metal's address spaces and Metal 4.1's rule for `this`.
 """
 
 import re
@@ -28,8 +28,8 @@ def calls() -> Recorder:
 
 
 @pytest.fixture(scope="module")
-def typical(calls) -> list[Wrapper]:
-    """One set of constants for each kernel and each kind of its parameters."""
+def one_of_each_kind(calls) -> list[Wrapper]:
+    """One set of constants for each kernel and each combination of its parameters' types."""
     kinds: dict[tuple, Wrapper] = {}
     for wrapper in calls.wrappers.values():
         types = tuple(parameter.type for parameter in wrapper.parameters)
@@ -37,7 +37,8 @@ def typical(calls) -> list[Wrapper]:
     return list(kinds.values())
 
 
-def test_every_kernel_is_asked_for(calls):
+def test_the_recorded_calls_use_every_kernel_file(calls):
+    """Otherwise the tests below would not see all kernels."""
     files = {metal_source(path.name) for path in METAL.glob("*.metal")}
     assert {wrapper.header for wrapper in calls.wrappers.values()} == files
     assert len(calls.wrappers) > 800
@@ -47,30 +48,29 @@ def test_every_kernel_compiles_with_every_constant(calls):
     strict.check_strictly(calls.wrappers.values())
 
 
-def test_no_generic_address_space_and_no_loop_left_rolled(typical):
-    assert strict.faults(typical) == set()
+def test_kernels_have_no_generic_address_space_and_no_loop_that_is_not_unrolled(one_of_each_kind):
+    assert strict.faults(one_of_each_kind) == set()
 
 
-def test_loops_are_unrolled_whole():
-    """The tree of a kernel shows a pragma, not which: there is one, and it says `full`."""
-    pragmas = [
-        line.strip()
-        for path in METAL.glob("*.*")
-        for line in path.read_text().splitlines()
-        if "unroll" in line.split("//")[0] or "_Pragma" in line.split("//")[0]
-    ]
-    unrolls = {line for line in pragmas if "unroll" in line}
-    assert unrolls == {'#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")'}
+def test_the_only_unroll_pragma_unrolls_loops_fully():
+    """`strict.faults` sees that a loop has a pragma, but not which one."""
+    unroll_lines = set()
+    for path in METAL.glob("*.*"):
+        for line in path.read_text().splitlines():
+            code = line.split("//")[0]
+            if "unroll" in code:
+                unroll_lines.add(line.strip())
+    assert unroll_lines == {'#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")'}
 
 
-def test_structs_with_matrices_have_a_constructor_of_thread_objects():
-    """An implicit one takes a generic `this`, and Apple's matrices have none for such objects."""
+def test_structs_with_matrices_have_a_constructor_for_thread_objects():
+    """An implicit one takes a generic `this`, which the constructors of Apple's matrices do not."""
     texts = [path.read_text() for path in METAL.glob("*.*")]
     structs = [struct for text in texts for struct in STRUCT.findall(text)]
-    holding = [name for name, body in structs if MATRIX_MEMBER.search(body)]
-    assert {"TileSums", "QueryRows"} <= set(holding)
-    bodies = dict(structs)
-    assert all(f"  {name}() thread {{}}" in bodies[name] for name in holding)
+    with_matrices = {name: body for name, body in structs if MATRIX_MEMBER.search(body)}
+    assert {"TileSums", "QueryRows"} <= with_matrices.keys()
+    for name, body in with_matrices.items():
+        assert f"  {name}() thread {{}}" in body
 
 
 HEADER = """
@@ -121,11 +121,11 @@ def kernel(changes: Iterable[tuple[str, str]] = ()) -> Wrapper:
     return next(iter(recorder.wrappers.values()))
 
 
-def test_nothing_is_found_in_the_kernel_itself():
+def test_a_correct_kernel_has_no_faults():
     assert strict.faults([kernel()]) == set()
 
 
-# What Metal takes for itself: keywords, and types of its library.
+# Words that Metal reserves: keywords, and types of its library.
 KEYWORDS = """
     vertex fragment kernel device constant thread threadgroup threadgroup_imageblock ray_data
     object_data sampler texture texture1d texture2d texture2d_array texture3d texturecube
@@ -176,12 +176,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED.keys())
-def test_what_metal_refuses_is_refused(changes):
+def test_a_text_that_metal_does_not_compile_is_refused(changes):
     with pytest.raises(CompilationError):
         strict.check_strictly([kernel(changes)])
 
 
-TENSORS = {
+TENSOR_ERRORS = {  # a piece of the text, and what replaces it
     "operands in float": ("tensor<device T, Extents", "tensor<device float, Extents"),
     "words instead of bytes": ("(device uchar*)columns.w.words", "columns.w.words"),
     "k of no whole 32": ("width, GROUP, false", "width, GROUP - 16, false"),
@@ -190,18 +190,21 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize(("correct", "wrong"), TENSORS.values(), ids=TENSORS.keys())
-def test_what_tensor_operations_refuse_is_refused(calls, correct, wrong):
-    planted = next(each for each in calls.wrappers.values() if "matmul_tensor" in each.name)
-    assert planted.header.count(correct) == 1
+@pytest.mark.parametrize(("correct", "wrong"), TENSOR_ERRORS.values(), ids=TENSOR_ERRORS.keys())
+def test_wrong_arguments_of_tensor_operations_are_refused(calls, correct, wrong):
+    wrapper = next(
+        wrapper for wrapper in calls.wrappers.values() if "matmul_tensor" in wrapper.name
+    )
+    assert wrapper.header.count(correct) == 1
+    planted = replace(wrapper, header=wrapper.header.replace(correct, wrong))
     with pytest.raises(CompilationError):
-        strict.check_strictly([replace(planted, header=planted.header.replace(correct, wrong))])
+        strict.check_strictly([planted])
 
 
 PICK = "float pick(int i) const thread { return held.values[i]; }\n  "
 UNROLL = '_Pragma("clang loop unroll(full)")\n'
-FOUND = {
-    "a generic `this` that does no harm": (
+FAULTS = {  # changes of the text, and a part of the fault's message
+    "a generic `this` that compiles": (
         (("float at(int i) const thread", "float at(int i) const"),),
         "4Rows2at",
     ),
@@ -242,8 +245,9 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), FOUND.values(), ids=FOUND.keys())
-def test_what_costs_registers_or_address_spaces_is_found(changes, message):
+@pytest.mark.parametrize(("changes", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_found_in_a_text_that_compiles(changes, message):
+    """Generic address spaces, and loops or indices that keep an array out of registers."""
     faults = strict.faults([kernel(changes)])
     assert any(message in fault for fault in faults), faults
 

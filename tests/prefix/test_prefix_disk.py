@@ -1,4 +1,4 @@
-"""A cache's folder: hits outlast the process, and nothing that goes wrong there is an error."""
+"""A prefix store's folder: prefixes are found in later processes, and damage is never an error."""
 
 import io
 import os
@@ -28,8 +28,8 @@ def bytes_in(folder):
     return sum(file.stat().st_size for file in files(folder))
 
 
-def filled(folder, *texts, kind=(True, True), **settings):
-    """A folder that a store has left, which read these texts."""
+def filled_store(folder, *texts, kind=(True, True), **settings):
+    """A store that has read some texts and written them to its folder."""
     here = store(*pair(kind), folder=folder, **settings)
     for ids in texts:
         request(here, ids)
@@ -38,18 +38,18 @@ def filled(folder, *texts, kind=(True, True), **settings):
 
 
 @KINDS
-def test_hits_outlast_the_store(kind, tmp_path):
+def test_a_prefix_is_found_by_a_later_store_and_then_in_memory(kind, tmp_path):
     prompt = text(50)
-    filled(tmp_path, prompt, kind=kind)
-    again = store(*pair(kind), folder=tmp_path)
-    assert request(again, [*prompt, *text(9, 1)]) == (50 if kind != (True, True) else 48)
-    assert again.used > 0  # and it is in memory now
-    again._disk = None
-    assert request(again, [*prompt, *text(9, 2)]) >= 48
+    filled_store(tmp_path, prompt, kind=kind)
+    later = store(*pair(kind), folder=tmp_path)
+    assert request(later, [*prompt, *text(9, 1)]) == (50 if kind != (True, True) else 48)
+    assert later.used > 0
+    later._disk = None
+    assert request(later, [*prompt, *text(9, 2)]) >= 48
 
 
-def test_a_program_that_ends_has_written_all(tmp_path):
-    """Nobody waited for the writer, and another process finds it all."""
+def test_a_program_writes_all_prefixes_before_it_ends(tmp_path):
+    """Without calling `flush`; another process finds them."""
     code = (
         "import prefixes, test_prefix, sys;"
         "here = prefixes.store(prefixes.Target(False), folder=sys.argv[1]);"
@@ -58,12 +58,15 @@ def test_a_program_that_ends_has_written_all(tmp_path):
     folders = [os.path.dirname(__file__), os.path.dirname(prefixes.__file__)]
     tests = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=tests)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(command, capture_output=True, text=True, env=tests)
+    assert (result.returncode, result.stderr) == (0, "")
     assert request(store(Target(False), folder=tmp_path), [*text(400), 1, 2, 3]) == 400
 
 
-def flip(file, others):
+# Ways to damage a file. `others` are further files of its kind.
+
+
+def flip_a_bit(file, others):
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
     file.write_bytes(data)
@@ -73,86 +76,102 @@ def empty(file, others):
     os.truncate(file, 0)
 
 
-def rename(file, others):
+def replace_by_another(file, others):
     file.unlink()
     others[0].rename(file)
 
 
-def rewritten(file, data):
-    """Other content, under a name whose checksum fits it."""
-    named = NAME.fullmatch(file.name)
-    location = named["block"] and Location(bytes.fromhex(named["block"]), int(named["length"]))
+def rewrite(file, data):
+    """Replace a file's content, with a name that has the new content's checksum."""
+    parts = NAME.fullmatch(file.name)
+    location = parts["block"] and Location(bytes.fromhex(parts["block"]), int(parts["length"]))
     file.unlink()
-    name = checked_name(bytes.fromhex(named["key"]), location, data)
+    name = checked_name(bytes.fromhex(parts["key"]), location, data)
     file.with_name(name).write_bytes(data)
 
 
-def other_arrays(change):
-    """Damage of a file: the arrays that `change` makes of its own."""
-
-    def damage(file, others):
-        buffer = io.BytesIO()
-        (arrays, metadata) = mx.load(str(file), return_metadata=True)
-        changed = {name: y for name, x in arrays.items() for y in change(x)}
-        mx.save_safetensors(buffer, changed, metadata)
-        rewritten(file, buffer.getvalue())
-
-    return damage
+def rewrite_arrays(file, arrays, metadata):
+    buffer = io.BytesIO()
+    mx.save_safetensors(buffer, arrays, metadata)
+    rewrite(file, buffer.getvalue())
 
 
-def pipe(file, others):
+def without_arrays(file, others):
+    _, metadata = mx.load(str(file), return_metadata=True)
+    rewrite_arrays(file, {}, metadata)
+
+
+def with_longer_arrays(file, others):
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    longer = {name: mx.concatenate([array, array]) for name, array in arrays.items()}
+    rewrite_arrays(file, longer, metadata)
+
+
+def with_float_arrays(file, others):
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    floats = {name: array.astype(mx.float32) for name, array in arrays.items()}
+    rewrite_arrays(file, floats, metadata)
+
+
+def replace_by_pipe(file, others):
     file.unlink()
     os.mkfifo(file)
 
 
-def endless(file, others):
+def replace_by_endless_device(file, others):
     file.unlink()
     file.symlink_to("/dev/zero")
 
 
-def large(file, others):
-    os.truncate(file, 2**40)  # takes no room
-
-
-missing = other_arrays(lambda x: [])
-longer = other_arrays(lambda x: [mx.concatenate([x, x])])
-floats = other_arrays(lambda x: [x.astype(mx.float32)])
+def enlarge(file, others):
+    os.truncate(file, 2**40)  # a sparse file, which takes no space
 
 
 def remove(file, others):
     file.unlink()
 
 
-DAMAGES = [flip, empty, rename, remove, pipe, endless, large, missing, longer, floats]
+DAMAGES = [
+    flip_a_bit,
+    empty,
+    replace_by_another,
+    remove,
+    replace_by_pipe,
+    replace_by_endless_device,
+    enlarge,
+    without_arrays,
+    with_longer_arrays,
+    with_float_arrays,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("which", ["block", "checkpoint"])
 @pytest.mark.parametrize("when", ["before", "while"])
-def test_a_damaged_file_is_a_miss(damage, which, when, tmp_path):
-    """Before the store begins, and while it runs. The text before it is still found."""
+def test_a_damaged_file_is_a_miss_and_is_replaced(damage, which, when, tmp_path):
+    """If it is damaged before a store opens or while it runs. The text before it is still found."""
     prompt = text(50)
-    here = filled(tmp_path, prompt, kind=(False, True))
-    by_kind = {"-".join(file.name.split("-")[:2]): file for file in files(tmp_path)}
-    order = [by_kind.get(f"{which}-{key.hex()}") for key in here._disk._files]
-    ours = [file for file in order if file is not None]
+    here = filled_store(tmp_path, prompt, kind=(False, True))
+    files_by_key = {"-".join(file.name.split("-")[:2]): file for file in files(tmp_path)}
+    ordered = [files_by_key.get(f"{which}-{key.hex()}") for key in here._disk._files]
+    of_this_kind = [file for file in ordered if file is not None]
     if which == "checkpoint":
-        ours.reverse()  # of blocks the last ones go first, of checkpoints the earlier ones
-    damage(ours[0], ours[1:])
+        of_this_kind.reverse()  # blocks are ordered from the text's end, checkpoints from its start
+    damage(of_this_kind[0], of_this_kind[1:])
     if when == "before":
         here = store(Target(False), folder=tmp_path)
     here.clear()
     assert 0 < request(here, [*prompt, 1, 2]) < 49
-    for _ in range(2):  # a bad file that nobody asked for is still there the first time
+    for _ in range(2):  # after one request, a damaged file that it did not read may remain
         here.flush()
         here = store(Target(False), folder=tmp_path)
-        held = request(here, [*prompt, 1, 2, 3, 4])
-    assert held == 52  # it is mended
+        reused = request(here, [*prompt, 1, 2, 3, 4])
+    assert reused == 52
 
 
 @contextmanager
-def no_file_above(size):
-    """The system refuses to write more than so many bytes into a file, as a full disk does."""
+def file_size_limit(size):
+    """The system refuses to write more than `size` bytes into a file, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -161,59 +180,63 @@ def no_file_above(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_a_miss_and_one_line(tmp_path):
+def test_a_full_disk_gives_one_warning_and_later_prefixes_are_written_again(tmp_path):
     here = store(Target(False), folder=tmp_path)
-    with warnings.catch_warnings(record=True) as said, no_file_above(64):
+    with warnings.catch_warnings(record=True) as caught, file_size_limit(64):
         warnings.simplefilter("always")
         for seed in range(3):
             request(here, text(30, seed))
         here.flush()
-    (line,) = [str(warning.message) for warning in said]
-    assert "prefixes are not kept on disk" in line and "\n" not in line
+    [message] = [str(warning.message) for warning in caught]
+    assert "prefixes are not kept on disk" in message and "\n" not in message
     assert files(tmp_path) == []
-    assert request(here, [*text(30), 1, 2]) == 30  # of memory; now the disk has room again
+    assert request(here, [*text(30), 1, 2]) == 30  # from memory; now the disk has room again
     request(here, text(30, 9))
     here.flush()
     assert request(store(Target(False), folder=tmp_path), [*text(30, 9), 1, 2]) == 30
 
 
-def test_a_disk_without_free_room_is_left_alone_and_said_at_once(tmp_path):
-    with pytest.warns(UserWarning, match="have to stay free; choose another place") as said:
+def test_a_store_warns_at_once_if_its_disk_has_too_little_free_space_and_writes_nothing(tmp_path):
+    with pytest.warns(UserWarning, match="have to stay free; choose another place") as caught:
         here = store(Target(), folder=tmp_path, disk_left=2**60)
-        assert len(said) == 1
+        assert len(caught) == 1
         request(here, text(30))
         here.flush()
-    assert len(said) == 1
+    assert len(caught) == 1
     assert files(tmp_path) == []
 
 
-def test_the_folder_keeps_its_budget_and_what_was_used_last(tmp_path):
+def test_a_folder_of_limited_size_keeps_the_prefixes_used_last(tmp_path):
+    """There is room for two. A new store knows from the files' times which were used last."""
     first, second, third = (text(8 * CHUNK + 3, seed) for seed in range(3))
-    room = bytes_in(filled(tmp_path / "one", first).flush() or tmp_path / "one")
-    settings = {"folder": tmp_path / "two", "disk": 2 * room}
-    for ids, held in ((first, 0), (second, 0), (first, 32), (third, 0), (first, 32), (third, 32)):
-        here = store(Target(), **settings)  # what was used last is known from the files' times
-        assert request(here, ids) == held
+    filled_store(tmp_path / "one", first)
+    size = bytes_in(tmp_path / "one")
+    settings = {"folder": tmp_path / "two", "disk": 2 * size}
+    for ids, reused in ((first, 0), (second, 0), (first, 32), (third, 0), (first, 32), (third, 32)):
+        here = store(Target(), **settings)
+        assert request(here, ids) == reused
         here.flush()
-        assert bytes_in(tmp_path / "two") <= 2 * room
+        assert bytes_in(tmp_path / "two") <= 2 * size
     assert request(store(Target(), **settings), second) == 0
 
 
-def test_the_folder_is_for_one_user_and_other_files_are_not_touched(tmp_path):
+def test_only_the_user_can_read_the_folder_and_foreign_files_are_not_touched(tmp_path):
+    """An old temporary file of a store that was killed is removed; a new one may be in use."""
     (tmp_path / "notes").write_text("mine")
     os.chmod(tmp_path, 0o755)
-    filled(tmp_path, text(30))
+    filled_store(tmp_path, text(30))
     (tmp_path / "prefix" / "notes.safetensors").write_text("mine")
-    left = tmp_path / "prefix" / f".{'a' * 64}.1"
-    fresh = left.with_name(f".{'b' * 64}.1")
-    left.write_text("")
-    fresh.write_text("")
-    os.utime(left, (0, 0))
-    filled(tmp_path, text(40))
+    old_temporary = tmp_path / "prefix" / f".{'a' * 64}.1"
+    new_temporary = old_temporary.with_name(f".{'b' * 64}.1")
+    old_temporary.write_text("")
+    new_temporary.write_text("")
+    os.utime(old_temporary, (0, 0))
+    filled_store(tmp_path, text(40))
     assert (tmp_path / "prefix").stat().st_mode & 0o777 == 0o700
     assert tmp_path.stat().st_mode & 0o777 == 0o755
     names = {file.name: file for file in files(tmp_path)}
-    assert {"notes.safetensors", fresh.name} <= set(names) and left.name not in names
+    assert {"notes.safetensors", new_temporary.name} <= set(names)
+    assert old_temporary.name not in names
     entries = [file for name, file in names.items() if name.startswith(("block", "checkpoint"))]
     assert {file.stat().st_mode & 0o777 for file in entries} == {0o600}
 

@@ -1,4 +1,4 @@
-"""The store behind `generate`, `Conversation` and `Engine`: chats, cancelled answers, threads."""
+"""Prefix stores used by `generate`, `Conversation` and `Engine`: chats, cancelling, threads."""
 
 import threading
 
@@ -21,30 +21,31 @@ def store_of(target, drafter=None):
     return dm.PrefixStore(target, drafter, memory=2**28, chunk=SMALL)
 
 
-def ask(text, *before):
+def messages_of(text, *before):
     return [*before, {"role": "user", "content": text}]
 
 
-def test_places_where_other_prompts_part():
+def test_branch_points_are_the_ends_of_the_system_prompt_and_of_the_question():
+    """Other chats branch there. A prompt that is not of messages has no branch points."""
     target = tiny_target()
-    prompt = ask("1234567890 times", SYSTEM)
+    prompt = messages_of("1234567890 times", SYSTEM)
     ids = encode_prompt(target, prompt)
     system, answer = branch_points(target, prompt, ids)
-    other = encode_prompt(target, ask("over the lazy dog", SYSTEM))
+    other = encode_prompt(target, messages_of("over the lazy dog", SYSTEM))
     assert ids[:system] == other[:system] and system > 10
-    # The template ends with "assistant:", which the next turn has, but one without an answer not.
+    # The template adds "assistant:", which a prompt without an answer does not have.
     assert target.tokenizer.decode(ids[answer:]).strip() == "assistant:"
     assert branch_points(target, prompt[1:], ids[system:])[:1] != [system]
     assert branch_points(target, "text", ids) == branch_points(target, ids, ids) == []
 
 
-def test_a_second_chat_begins_after_the_system_prompt():
-    """Its windows were marked there, since the messages say where the first chat is its own."""
+def test_a_second_chat_continues_from_the_system_prompt():
+    """The messages tell where it ends, so the first chat made a checkpoint there."""
     target = tiny_target("gpt_oss")
     store = store_of(target)
     ends = []
     for text in ("1234567890 times", "over the lazy dog"):
-        prompt = ask(text, SYSTEM)
+        prompt = messages_of(text, SYSTEM)
         ends += branch_points(target, prompt, encode_prompt(target, prompt))[:1]
         result = dm.generate(target, None, prompt, max_tokens=5, prefix=store)
     assert result.stats.reused_tokens == ends[0] > 10
@@ -52,7 +53,7 @@ def test_a_second_chat_begins_after_the_system_prompt():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_a_cancelled_answer_is_stored_as_far_as_it_came(family):
+def test_the_tokens_of_a_cancelled_answer_are_stored(family):
     target = tiny_target(family)
     prompt = small_prompt(20, seed=1)
     store = store_of(target)
@@ -65,23 +66,25 @@ def test_a_cancelled_answer_is_stored_as_far_as_it_came(family):
     assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
 
 
-def test_a_conversation_goes_on_with_its_own_caches_first():
+def test_a_conversation_uses_its_caches_and_its_first_turn_uses_the_store():
+    """Two turns with salt "a", two with the same salt again, and two with another salt."""
     target = tiny_target()
     drafter = random_drafter()
     store = store_of(target, drafter)
     prompt = small_prompt(40, seed=2)
     reused = []
     for salt in ("a", "a", "b"):
-        chat = dm.Conversation(target, drafter, prefix=store, salt=salt)
+        conversation = dm.Conversation(target, drafter, prefix=store, salt=salt)
         turn = prompt
         for _ in range(2):
-            result = dm.generate(target, drafter, turn, max_tokens=9, conversation=chat)
+            result = dm.generate(target, drafter, turn, max_tokens=9, conversation=conversation)
             reused.append(result.stats.reused_tokens)
             turn = [*turn, *result.tokens, 7]
     assert reused == [0, 48, 38, 48, 0, 48]
 
 
-def test_threads_share_a_store():
+def test_threads_that_share_a_store_get_the_right_texts():
+    """And each thread's prefixes are found by the others."""
     target = tiny_target()
     drafter = random_drafter()
     store = store_of(target, drafter)
@@ -89,23 +92,25 @@ def test_threads_share_a_store():
     alone = [dm.generate(target, drafter, prompt, max_tokens=8).tokens for prompt in prompts]
     texts = {}
 
-    def serve(name):
-        made = (dm.generate(target, drafter, p, max_tokens=8, prefix=store) for p in prompts)
-        texts[name] = [result.tokens for result in made]
+    def generate_all(number):
+        results = [
+            dm.generate(target, drafter, prompt, max_tokens=8, prefix=store) for prompt in prompts
+        ]
+        texts[number] = [result.tokens for result in results]
 
-    threads = [threading.Thread(target=serve, args=(name,)) for name in range(2)]
+    threads = [threading.Thread(target=generate_all, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert texts == {0: alone, 1: alone}
     stats = dm.generate(target, drafter, prompts[2], max_tokens=1, prefix=store).stats
-    assert stats.reused_tokens == 58  # what other threads have computed is used in this one
+    assert stats.reused_tokens == 58
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_a_job_begins_where_another_has_been(family):
-    """After one that ended, one that was cancelled, and in the company of others."""
+def test_a_job_continues_from_the_prefixes_of_earlier_jobs(family):
+    """Of a job that ended, and of a cancelled one; also while other jobs run."""
     model = tiny_target(family)
     drafter = random_drafter()
     store = store_of(model, drafter)
@@ -118,7 +123,8 @@ def test_a_job_begins_where_another_has_been(family):
         jobs = [engine.submit(prompt, **settings) for prompt in [*prompts[1:], again]]
         results = [job.result() for job in jobs]
         cancelled = engine.submit([*prompts[1], 9], max_tokens=2000)
-        [next(cancelled) for _ in range(8)]
+        for _ in range(8):
+            next(cancelled)
         cancelled.cancel()
         assert cancelled.result().finish_reason == "cancelled"
         longer = [*prompts[1], 9, *cancelled.result().tokens, 5]
@@ -132,27 +138,26 @@ def test_a_job_begins_where_another_has_been(family):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_who_gives_way_goes_on_from_the_store_or_is_cancelled(cancelled):
+def test_a_preempted_job_continues_from_the_store_or_is_cancelled(cancelled):
     model = tiny_target()
     store = store_of(model)
     prompts = [small_prompt(30, seed) for seed in (1, 2)]
-    played = SteppedEngine(model, None, SharedBatch(model, None))
-    jobs = [played.submit(prompt, max_tokens=20, prefix=store) for prompt in prompts]
+    engine = SteppedEngine(model, None, SharedBatch(model, None))
+    jobs = [engine.submit(prompt, max_tokens=20, prefix=store) for prompt in prompts]
     for _ in range(12):
-        played.scheduler.step()
-    played.scheduler.preempt()
+        engine.scheduler.step()
+    engine.scheduler.preempt()
     jobs[1].cancelled = cancelled
     if not cancelled:
-        played.scheduler.step()  # reads 40 of 41 tokens or more at once
-        assert played.scheduler._running[-1].request.caches.target_session.position >= 40
-    played.run()
+        engine.scheduler.step()  # reads 40 of 41 tokens or more at once
+        assert engine.scheduler._running[-1].request.caches.target_session.position >= 40
+    engine.run()
     assert jobs[1].result().finish_reason == ("cancelled" if cancelled else "length")
     for job, prompt in zip(jobs[: 1 if cancelled else 2], prompts, strict=False):
         assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
 
 
-def test_the_store_is_told_what_is_alive():
-    """The engine reserves the bytes of the caches of all running requests."""
+def test_the_engine_reserves_memory_of_the_store_for_the_caches_of_running_requests():
     model = tiny_target()
     store = store_of(model)
     reserved: list[int] = []
@@ -171,13 +176,14 @@ def test_the_store_is_told_what_is_alive():
     assert max(reserved) % model.cache_bytes(256) == 0
 
 
-def test_a_conversation_has_its_own_store():
+def test_a_store_given_together_with_a_conversation_is_refused():
+    """A conversation has its store already. A store of another target is refused as well."""
     model = tiny_target()
     store = store_of(model)
     with dm.Engine(model, None, prefix=store) as engine:
-        kept = dm.Conversation(model, None)
-        assert engine.submit([1, 2], max_tokens=2, conversation=kept).result().tokens
+        conversation = dm.Conversation(model, None)
+        assert engine.submit([1, 2], max_tokens=2, conversation=conversation).result().tokens
         with pytest.raises(SettingsError, match="give it to the Conversation"):
-            engine.submit([1, 2], conversation=kept, prefix=store)
+            engine.submit([1, 2], conversation=conversation, prefix=store)
     with pytest.raises(SettingsError, match="for another target or drafter"):
         dm.generate(tiny_target("llama"), None, [1, 2], prefix=store)

@@ -1,7 +1,7 @@
 """Prompt lookup, which drafts from the text itself: its index, its learned rates, its answers."""
 
 import mlx.core as mx
-from bigrams import Scripted
+from bigrams import ScriptedTarget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import policy_with_costs
@@ -119,7 +119,7 @@ def test_repeating_a_file_with_lookup_is_five_times_cheaper():
     """The cost is computed from the number of forwards and their rows: nothing is timed."""
     prompt, answer = file_copy_task()
     assert len(answer) > 600
-    target = Scripted(prompt, answer, 1024)
+    target = ScriptedTarget(prompt, answer, 1024)
     drafter = LookupDrafter()
     settings = {"max_tokens": len(answer)}
     plain = dm.generate(target, None, prompt, **settings)
@@ -162,7 +162,7 @@ class WrongSession(DraftSession):
 def test_a_network_that_is_always_wrong_is_hardly_asked_when_lookup_drafts():
     prompt, answer = file_copy_task()
     network = WrongDrafter()
-    target = Scripted(prompt, answer, 1024)
+    target = ScriptedTarget(prompt, answer, 1024)
     drafter = CombinedDrafter(network)
     policy = fixed_cost_policy(drafter)
     drafted = dm.generate(target, drafter, prompt, max_tokens=len(answer), policy=policy)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from oracle import Oracle, Proposes
+from oracle import FunctionDrafter, Oracle
 from tinymodels import greedy, random_drafter, target, tokenizer
 
 from dflash_mlx.engine.engine import Engine
@@ -32,7 +32,7 @@ class ModuleDrafter(nn.Module):
         self.tap_layers = (0, 2)
 
     def start(self, target, sampler):
-        return Proposes(lambda anchor, width: Proposal([anchor]))
+        return FunctionDrafter(lambda anchor, width: Proposal([anchor]))
 
 
 def test_an_mlx_module_is_a_drafter_on_every_python():
@@ -64,12 +64,12 @@ def test_a_policy_sets_the_block_size_of_a_drafter_without_one():
 )
 def test_an_invalid_draft_is_refused(proposal, message):
     with pytest.raises(ProposalError, match=message):
-        generate(target(), Proposes(proposal), PROMPT)
+        generate(target(), FunctionDrafter(proposal), PROMPT)
 
 
 @pytest.mark.parametrize("session", [None, object()], ids=["None", "an object"])
 def test_an_invalid_session_is_refused(session, monkeypatch):
-    drafter = Proposes(Proposal)
+    drafter = FunctionDrafter(Proposal)
     monkeypatch.setattr(drafter, "start", lambda target, sampler: session)
     with pytest.raises(SettingsError, match="with extend and propose"):
         generate(target(), drafter, PROMPT)
@@ -96,7 +96,7 @@ def test_a_draft_outside_the_vocabulary_is_refused(token, make_tokens, parents):
         tokens = [anchor, token, token]
         return Proposal(make_tokens(tokens[:width]), parents[:width])
 
-    drafter = Proposes(propose)
+    drafter = FunctionDrafter(propose)
     message = f"of {VOCABULARY} has no token {token}"
     for settings in ({}, {"repetition_penalty": 1.2}):
         with pytest.raises(ProposalError, match=message):

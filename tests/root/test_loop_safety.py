@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from oracle import Oracle, Proposes
+from oracle import FunctionDrafter, Oracle
 from tinymodels import greedy, random_drafter, target, tokenizer
 
 from dflash_mlx.loop import generate, stream_generate
@@ -77,7 +77,7 @@ def interrupted_inside_a_round(model: Target) -> None:
         return Proposal([anchor, drafts.pop()])
 
     with pytest.raises(KeyboardInterrupt):
-        generate(model, Proposes(propose), PROMPT)
+        generate(model, FunctionDrafter(propose), PROMPT)
 
 
 def failed_inside_a_forward(model: Target) -> None:
@@ -86,7 +86,7 @@ def failed_inside_a_forward(model: Target) -> None:
             return mx.array([1.5])  # not a valid index of an embedding
 
     with pytest.raises(ValueError):
-        generate(model, Proposes(lambda anchor, width: FractionalToken([anchor])), PROMPT)
+        generate(model, FunctionDrafter(lambda anchor, width: FractionalToken([anchor])), PROMPT)
 
 
 ENDS = [

@@ -4,7 +4,7 @@ import copy
 from unittest.mock import patch
 
 import pytest
-from bigrams import Scripted
+from bigrams import ScriptedTarget
 from families import FAMILIES, family_target, plain_tokens, random_model, small_prompt, target_of
 from launches import launches
 from request_set import RequestSet, SteppedEngine
@@ -148,7 +148,7 @@ def test_pipelining_delays_drafts_of_a_lookup_by_a_few_steps_only(new_tokens):
     answer = [*range(700, 700 + new_tokens), *repeated_file[:150]]
     rounds = {}
     for pipelined in (False, True):
-        target = Scripted(prompt, answer, 1024)
+        target = ScriptedTarget(prompt, answer, 1024)
         target.can_pipeline = pipelined
         policy = policy_with_costs(16, row=1 / 15, draft=0.0)
         settings = {"max_tokens": len(answer), "policy": policy}

@@ -1,4 +1,4 @@
-"""Many requests in one forward: each gets the results and the caches of a forward of it alone."""
+"""Requests that share a forward get the logits, features and caches that they get alone."""
 
 import gc
 import weakref
@@ -27,35 +27,44 @@ from dflash_mlx.targets.span import Span
 
 pytestmark = pytest.mark.by_family
 
-# Latents and Mamba's states have another arithmetic in a prefill; Nanbeige's last norm runs twice.
+# Families whose prompts are read one request at a time: a prefill of MLA latents or Mamba states
+# rounds differently from a verify, and Nanbeige runs its last norm twice.
 READ_ALONE = (
-    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "nemotron_h", "nanbeige"),
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "kimi_k25",
+    "nemotron_h",
+    "nanbeige",
     "deepseek_v41",
 )
-ONE_BY_ONE = ("deepseek_v41",)  # a forward for each request
+ONE_BY_ONE = ("deepseek_v41",)  # families that get one forward per request
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_request_gets_what_it_gets_alone(family):
-    """Steps of three, eight, one and eight requests, chains and trees; some rows are kept."""
+def test_a_batch_gives_each_request_the_results_of_verifying_it_alone(family):
+    """Over steps with three, eight, one and eight requests, chains and trees."""
     pair = BatchAndSingles(family_target(family), 8)
     assert (pair.target.sharing is not None) is (family not in ONE_BY_ONE)
-    for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
-        pair.step(members, trees)
+    pair.step([6, 1, 3])
+    pair.step(range(8), trees=True)
+    pair.step([5], trees=True)
+    pair.step(range(8))
     pair.check_states()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ends_of_prompts_give_the_same_read_together_or_alone(family):
-    """With or without earlier rows in the caches, which must be right for the next step."""
+def test_last_chunks_of_prompts_give_the_same_results_read_together_or_alone(family):
+    """Three sessions start empty and one has rows; the step afterwards must be right as well."""
     pair = BatchAndSingles(family_target(family), 4)
     sharing = pair.target.sharing
     assert (sharing is not None and sharing.reads_prompts) is (family not in READ_ALONE)
     if family in READ_ALONE:
         return
-    layers = 0, pair.target.num_layers - 1
+    layers = (0, pair.target.num_layers - 1)
     for index in (0, 2, 3):
-        pair.together[index], pair.alone[index] = (pair.target.start(layers) for _ in range(2))
+        pair.together[index] = pair.target.start(layers)
+        pair.alone[index] = pair.target.start(layers)
     pair.step([1])
     ends = [
         Span(session, Proposal(random_prompt(size, 7 + size)), ends_prompt=True)
@@ -71,12 +80,12 @@ def test_ends_of_prompts_give_the_same_read_together_or_alone(family):
 
 
 @pytest.mark.parametrize("family", QUANTIZABLE)
-def test_quantized_keys_beside_others(family):
-    """The keys of every second request are quantized."""
+def test_requests_with_and_without_quantized_keys_share_a_batch(family):
+    """Every second request has 8-bit keys; each gets the results of verifying it alone."""
     pair = BatchAndSingles(family_target(family), 3, kv_bits=8)
-    for trees in (False, True):
-        pair.step(range(3), trees)
-    for _ in range(4):  # of as many rows each, now and then
+    pair.step(range(3))
+    pair.step(range(3), trees=True)
+    for _ in range(4):  # some of these random steps have equally many rows in both requests
         pair.step(range(2))
     pair.check_states()
 
@@ -85,29 +94,29 @@ def test_quantized_keys_beside_others(family):
 @pytest.mark.parametrize("count", [2, 16, 32])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_requests_of_every_family(family, count):
-    """Logits and features bit for bit; with `--stock-blas` on MLX's own BLAS."""
+    """A batch of up to 32 requests gives each the logits and features of verifying it alone.
+
+    With `--stock-blas` this runs on MLX's own BLAS.
+    """
     pair = BatchAndSingles(family_target(family), count)
-    for trees in (False, True):
-        pair.step(range(count), trees)
+    pair.step(range(count))
+    pair.step(range(count), trees=True)
     pair.check_states()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4_E4B-like", "qwen3_next", "deepseek_v41"])
 def test_going_back_does_not_depend_on_other_requests(family):
-    """Rewinding, trimming and the steps after them give the same in a batch as alone."""
+    """Steps after a rewind or a trim give the same in a batch as alone."""
     pair = BatchAndSingles(family_target(family), 2)
-    marks = [
-        [member.checkpoint() for member in pair.together],
-        [member.checkpoint() for member in pair.alone],
-    ]
+    sessions = [*pair.together, *pair.alone]
+    checkpoints = [session.checkpoint() for session in sessions]
     for _ in range(2):
         pair.step(range(2))
-    for sessions, each in zip((pair.together, pair.alone), marks, strict=True):
-        for session, mark in zip(sessions, each, strict=True):
-            session.rewind(mark)
+    for session, checkpoint in zip(sessions, checkpoints, strict=True):
+        session.rewind(checkpoint)
     pair.step(range(2))
     if pair.together[0].can_trim:
-        for session in (*pair.together, *pair.alone):
+        for session in sessions:
             session.trim_to(1)
         pair.step(range(2))
     pair.check_states()
@@ -115,8 +124,8 @@ def test_going_back_does_not_depend_on_other_requests(family):
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
-    """Slots of eight rows and more; a request's rows do not depend on the other requests."""
-    monkeypatch.setattr(kv_slots, "STEP", 8)
+    """Requests that join, leave or move to larger slots get the results they get alone."""
+    monkeypatch.setattr(kv_slots, "STEP", 8)  # the smallest slot has eight rows
     assert [kv_slots.capacity_for(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
     pair = BatchAndSingles(family_target(family), 8)
     for members in (range(8), (5, 0, 3), (1, 0, 5, 6, 2, 7), (3, 2), range(8)):
@@ -125,11 +134,15 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
         assert sum(len(array.sessions) for array in arrays) == len(members)
     assert len(arrays) > 1 and max(array.capacity for array in arrays) >= 64
     pair.check_states()
-    assert not any(array.sessions or array.layers for array in arrays), "all have left"
+    assert not any(array.sessions or array.layers for array in arrays), "a slot is still in use"
 
 
-def test_masks_of_slots_count_positions():
-    """One request has two rows after 3 tokens; the other has one after 5, repeated as padding."""
+def test_slot_masks_show_each_row_the_keys_up_to_its_position():
+    """With or without a window, for two requests of different lengths.
+
+    One request has two rows after 3 tokens. The other has one row after 5 tokens; that row is
+    repeated as padding.
+    """
     slots = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
     spans = [
         Span(SimpleNamespace(position=3, slot=slots[0]), Proposal([1, 2])),
@@ -137,31 +150,34 @@ def test_masks_of_slots_count_positions():
     ]
     rows = kv_slots.SlotRows(kv_slots.SlotArray(8), spans, stacked=False)
     for window in (None, 2, 3):
-        seen = [
-            [position - (window or 9) < key <= position for key in range(6)]
-            for position in (3, 4, 5, 5)
-        ]
-        assert rows.mask(window).reshape(4, 6).tolist() == seen
+        expected = []
+        for position in (3, 4, 5, 5):
+            oldest = 0 if window is None else position - window + 1
+            expected.append([oldest <= key <= position for key in range(6)])
+        assert rows.mask(window).reshape(4, 6).tolist() == expected
 
 
-def test_layers_share_what_their_attention_looks_up(monkeypatch):
-    """It is looked up once for each of twelve requests, not again in every layer."""
+def test_the_row_counts_of_an_attention_kernel_are_looked_up_once_per_request(monkeypatch):
+    """Twelve requests make twelve lookups in a forward: layers share a lookup's result."""
     target = family_target("qwen3")
-    asked = []
+    lookups = []
     target.kernel_plan = KernelPlan(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
-    monkeypatch.setattr(
-        attention, "attention_rows", lambda *arguments: asked.append(arguments) or ()
-    )
+
+    def attention_rows(*arguments):
+        lookups.append(arguments)
+        return ()
+
+    monkeypatch.setattr(attention, "attention_rows", attention_rows)
     verifier = SharedVerifier(target)
     sessions = [target.start((), 8) for _ in range(12)]
     for length, session in enumerate(sessions, start=1):
         list(session.prefill(random_prompt(length, length)))
-    asked.clear()
+    lookups.clear()
     verifier.verify(sessions, [Proposal([1, 2])] * 12)
-    assert len(asked) == 12
+    assert len(lookups) == 12
 
 
-def test_tokens_outside_the_vocabulary_are_replaced_with_its_last():
+def test_tokens_outside_the_vocabulary_are_replaced_by_its_last_token():
     session = SimpleNamespace(position=0, slot=None)
     proposals = [Proposal([3, 256]), Proposal(mx.array([300], mx.int32))]
     rows = Rows([Span(session, proposal) for proposal in proposals])
@@ -169,12 +185,12 @@ def test_tokens_outside_the_vocabulary_are_replaced_with_its_last():
     assert Rows(rows.spans[:1]).tokens(256).tolist() == [3, 255]
 
 
-INDEXERS = ("glm_moe_dsa", "deepseek_v32")  # called for each request
+INDEXERS = ("glm_moe_dsa", "deepseek_v32")  # families whose indexer runs once per request
 WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
 
 
 def calls_of_a_step(target: Target, count: int) -> tuple[int, int]:
-    """How often a step of `count` requests calls the model, and modules with weights."""
+    """How often a step of `count` requests calls the model, and how often modules with weights."""
     sessions = [target.start() for _ in range(count)]
     calls = []
 
@@ -194,22 +210,24 @@ def calls_of_a_step(target: Target, count: int) -> tuple[int, int]:
     proposals = [Proposal(random_prompt(1 + index % 3, index)) for index in range(count)]
     with overridden(watching):
         verifier.verify(sessions, proposals)
-    models = sum(call is target.model for call in calls)
-    return models, len(calls) - models
+    of_model = sum(module is target.model for module in calls)
+    return of_model, len(calls) - of_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_read_once_for_all(family):
+def test_a_batch_reads_each_weight_once(family):
+    """Eight requests call the modules with weights as often as two requests do."""
     target = family_target(family)
-    two, eight = (calls_of_a_step(target, count) for count in (2, 8))
+    model_calls_of_two, weight_calls_of_two = calls_of_a_step(target, 2)
+    model_calls_of_eight, weight_calls_of_eight = calls_of_a_step(target, 8)
     if family in ONE_BY_ONE:
-        assert (two[0], eight[0]) == (2, 8)
+        assert (model_calls_of_two, model_calls_of_eight) == (2, 8)
         return
-    assert two[0] == eight[0] == 1, "one forward"
+    assert model_calls_of_two == model_calls_of_eight == 1, "one forward"
     if family in INDEXERS:
-        assert two[1] < eight[1] < 4 * two[1], "the control: not all is shared"
+        assert weight_calls_of_two < weight_calls_of_eight < 4 * weight_calls_of_two
     else:
-        assert two[1] == eight[1]
+        assert weight_calls_of_two == weight_calls_of_eight
 
 
 def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
@@ -236,13 +254,13 @@ def test_the_caches_of_a_request_that_ended_are_freed():
 @pytest.mark.parametrize(
     ("name", "shares"),
     [
-        ("gemma2", False),  # its own attention
-        ("ministral3", False),  # queries that grow with the position, worked out for all layers
-        ("smollm3", True),  # layers without positions
+        ("gemma2", False),  # does not call mlx-lm's shared attention function
+        ("ministral3", False),  # scales its queries by position, once for all layers
+        ("smollm3", True),  # some layers use no positions
     ],
 )
-def test_models_that_share_less(name, shares):
-    """The target learns this by building a forward. Requests still get what they get alone."""
+def test_a_target_tells_whether_its_model_can_share_forwards(name, shares):
+    """The target learns it by building a forward; requests get the right results either way."""
     pair = BatchAndSingles(
         Target(model_of(MODELS[name], 0, 0), CharacterTokenizer(), MODELS[name], name), 3
     )
@@ -255,8 +273,8 @@ def test_models_that_share_less(name, shares):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nanbeige"])  # nanbeige's norm runs twice
 @pytest.mark.parametrize("widths", [(3, 3), (3, 1), (2, 2), (1, 1)])
 @pytest.mark.parametrize("in_slots", [True, False])
-def test_logits_of_last_rows_are_those_of_all_rows(family, widths, in_slots):
-    """Requests with slots and equal widths are stacked on the batch axis, others are not."""
+def test_a_forward_for_last_rows_gives_the_logits_that_all_rows_would(family, widths, in_slots):
+    """Whether requests are stacked on the batch axis (in slots, equal widths) or not."""
     target = family_target(family)
     results = []
     for which in ("all", "last"):
@@ -269,4 +287,6 @@ def test_logits_of_last_rows_are_those_of_all_rows(family, widths, in_slots):
             for session, width in zip(sessions, widths, strict=True)
         ]
         results.append(target.forward(Rows(spans, slots=slots), which)[0])
-    assert same(results[1], results[0][mx.array([widths[0] - 1, sum(widths) - 1])])
+    all_logits, last_logits = results
+    last_rows = mx.array([widths[0] - 1, sum(widths) - 1])
+    assert same(last_logits, all_logits[last_rows])

@@ -1,6 +1,7 @@
 """Many requests through our kernels: exact verification stays exact in a batch.
 
-In half precision and 4 bits, where the number of rows would show in products that are not ours.
+The targets are half precision with 4-bit weights, where MLX's own matrix products would give
+other bits for another number of rows.
 """
 
 from types import SimpleNamespace
@@ -21,28 +22,34 @@ pytestmark = on_gpu_or_emulator
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_every_request_gets_what_it_gets_alone(family):
+def test_a_batch_gives_each_request_the_bits_of_verifying_it_alone(family):
+    """And it launches each kernel once, except those that attend or recur for each request."""
     launches = Launches()
     target = exact_target(family, launches)
     verifier = SharedVerifier(target)
     tree = Proposal(random_prompt(5, 2), tuple(random_parents(5)))
     proposals = [Proposal(random_prompt(7, 1)), tree, Proposal([9])]
-    together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
+    together = [target.start((0, 3)) for _ in proposals]
+    alone = [target.start((0, 3)) for _ in proposals]
     for session in (*together, *alone):
         list(session.prefill(random_prompt(3, 3)))
 
     launches.counts.clear()
-    expected = [session.verify(each) for session, each in zip(alone, proposals, strict=True)]
+    expected = [
+        session.verify(proposal) for session, proposal in zip(alone, proposals, strict=True)
+    ]
     mx.eval(expected)
-    apart = dict(launches.counts)
+    launches_alone = dict(launches.counts)
     launches.counts.clear()
     verified = by_proposal(proposals, *verifier.verify(together, proposals))
     mx.eval(verified)
-    for (logits, taps), (other, features) in zip(verified, expected, strict=True):
-        assert mx.array_equal(logits, other) and mx.array_equal(taps, features)
-    for name, count in apart.items():
-        one_for_each = name.startswith(("block_attention", "delta"))
-        assert launches.counts[name] == (count if one_for_each else count // 3), name
+    for (logits, taps), (expected_logits, expected_taps) in zip(verified, expected, strict=True):
+        assert mx.array_equal(logits, expected_logits)
+        assert mx.array_equal(taps, expected_taps)
+    for name, count in launches_alone.items():
+        once_per_request = name.startswith(("block_attention", "delta"))
+        expected_count = count if once_per_request else count // len(proposals)
+        assert launches.counts[name] == expected_count, name
     for session in (*together, *alone):
         session.commit([0])
     assert all(states_are_same(*pair) for pair in zip(together, alone, strict=True))
@@ -50,47 +57,52 @@ def test_every_request_gets_what_it_gets_alone(family):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_requests_that_do_not_fit_into_one_forward_are_exact(family):
-    """Two of these three fit, so the last one has a forward of its own."""
+    """Two of these three fit into one forward, so the last request gets a second forward."""
     target = exact_target(family, Launches())
     widths = [target.kernel_plan.widest - 3, 2, 3]
     proposals = [Proposal(random_prompt(width, width)) for width in widths]
-    together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
+    together = [target.start((0, 3)) for _ in proposals]
+    alone = [target.start((0, 3)) for _ in proposals]
     for session in (*together, *alone):
         list(session.prefill(random_prompt(3, 3)))
     verified = by_proposal(proposals, *SharedVerifier(target).verify(together, proposals))
     for session, proposal, (logits, taps) in zip(alone, proposals, verified, strict=True):
-        expected, features = session.verify(proposal)
-        assert mx.array_equal(logits, expected) and mx.array_equal(taps, features)
+        expected_logits, expected_taps = session.verify(proposal)
+        assert mx.array_equal(logits, expected_logits)
+        assert mx.array_equal(taps, expected_taps)
     for session in (*together, *alone):
         session.commit([0, 1])
     assert all(states_are_same(*pair) for pair in zip(together, alone, strict=True))
 
 
-def test_another_target_of_the_same_model_changes_nothing():
-    """One without kernels reads rows between a verify and its commit, as another thread might."""
+def test_a_second_target_of_the_same_model_does_not_disturb_a_session():
+    """A target without kernels reads rows between another's verify and commit.
+
+    Another thread might do that at any time.
+    """
     target = exact_target("qwen3_5", Launches())
     stock = Target(target.model, CharacterTokenizer(), config=target.config, name="stock")
-    beside, alone = (target.start() for _ in range(2))
-    for session in (beside, alone):
+    disturbed = target.start()
+    undisturbed = target.start()
+    for session in (disturbed, undisturbed):
         list(session.prefill(random_prompt(3, 3)))
         session.verify(Proposal(random_prompt(7, 1)))
-        if session is beside:
+        if session is disturbed:
             stock.start().verify(Proposal([1, 2]))
         session.commit([0, 1, 2])
-    assert states_are_same(beside, alone)
+    assert states_are_same(disturbed, undisturbed)
 
 
-def test_no_more_rows_than_the_kernels_take():
-    """Requests share a forward, in their order, as long as their rows fit into it."""
+def test_a_forward_has_at_most_as_many_rows_as_the_kernels_take():
+    """Requests share a forward, in order, until the next one's rows would not fit."""
     target = family_target("qwen3")
     kernels = SimpleNamespace(attention=None, on_device=False)
     target.kernel_plan = SimpleNamespace(widest=64, exact=False, rows={}, kernels=kernels)
 
-    def parts(widths: list[int]) -> list[int]:
-        """How many requests share each forward."""
+    def requests_per_forward(widths: list[int]) -> list[int]:
         session = target.start()
         rows = Rows([Span(session, Proposal([1] * width)) for width in widths])
         return [len(part.spans) for part in target._split_by_forward(rows, target.sharing)]
 
-    assert parts([40, 24, 1, 63, 2, 64]) == [2, 2, 1, 1]
-    assert parts([64]) == [1]
+    assert requests_per_forward([40, 24, 1, 63, 2, 64]) == [2, 2, 1, 1]
+    assert requests_per_forward([64]) == [1]

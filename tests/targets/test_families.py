@@ -1,4 +1,4 @@
-"""Every target family: drafted text is plain mlx-lm text, and a commit leaves the caches true."""
+"""Every target family: caches are right after commits, and embeddings, head and taps are too."""
 
 import random
 import sys
@@ -24,8 +24,8 @@ from dflash_mlx.targets.taps import EMBEDDING
 
 pytestmark = pytest.mark.by_family
 
-# A forward of several rows and one-row steps differ in their rounding here, in mlx-lm itself:
-# a ring holds its rows in another order, and MLA and Mamba-2 take another path.
+# In these families mlx-lm itself rounds a forward of several rows and one-row steps differently:
+# a ring buffer holds its rows in another order, and MLA and Mamba-2 take another code path.
 ROUNDED = {"gpt_oss", "kimi_k25", "deepseek_v3", "glm_moe_dsa", "deepseek_v32", "nemotron_h"} | {
     family for family in FAMILIES if family.startswith("gemma4")
 }
@@ -40,7 +40,7 @@ both_seeds = pytest.mark.parametrize(
 
 @both_seeds
 def test_after_any_commits_the_logits_are_those_of_a_fresh_model(family, seed):
-    """Rejected rows leave no trace: not in keys, states, windows, open groups or positions."""
+    """Rejected rows leave no trace in keys, states, windows, indexer groups or positions."""
     target = family_target(family, seed)
     prompt = random_prompt(PROMPTS[seed], 9)
     rng = random.Random(seed)
@@ -63,25 +63,27 @@ def test_after_any_commits_the_logits_are_those_of_a_fresh_model(family, seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embed_and_head_are_the_models_own(family):
-    """A drafter sees what the model's first layer sees, and its logits before any soft cap."""
+def test_embed_and_head_compute_what_the_model_does(family):
+    """`embed` gives the first layer's input, and `head` the logits before any soft cap."""
     target = family_target(family)
     tokens = mx.array([random_prompt(12, 3)])
-    seen = []
+    inputs = []
 
     def watched(call_original):
         def call(layer, x, *args, **settings):
-            seen.append(x)
+            inputs.append(x)
             return call_original(layer, x, *args, **settings)
 
         return call
 
     with overridden([(target.layers[0], watched)]):
         target.model(tokens)
-    first = seen[0][:, :, 0] if seen[0].ndim == 4 else seen[0]  # DeepSeek-V4.1's equal streams
-    assert mx.array_equal(target.embed(tokens), first)
+    first_input = inputs[0]
+    if first_input.ndim == 4:  # DeepSeek-V4.1 starts with equal streams on axis 2
+        first_input = first_input[:, :, 0]
+    assert mx.array_equal(target.embed(tokens), first_input)
     logits, taps = target.features(tokens, [target.num_layers - 1])
-    cap = 30 if family.startswith("gemma4") else 1e9
+    cap = 30 if family.startswith("gemma4") else 1e9  # 1e9: tanh(x / cap) * cap changes nothing
     capped = mx.tanh(target.head(target.parts.norm(taps)) / cap) * cap
     assert mx.allclose(capped, logits, atol=1e-4)
     assert mx.array_equal(logits, target.model(tokens)), "reading the layers changed the logits"
@@ -91,8 +93,8 @@ def test_embed_and_head_are_the_models_own(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_taps_are_of_committed_rows_whatever_was_rejected(family):
-    """Features that reach a drafter in pieces are those of one forward over the whole text."""
+def test_a_drafter_gets_the_taps_of_committed_rows_only(family):
+    """The features it got step by step are those of one forward over the whole text."""
     target = family_target(family)
     prompt = random_prompt(9, 5)
     answer = plain_tokens(target.model, prompt, 40)
@@ -103,18 +105,23 @@ def test_taps_are_of_committed_rows_whatever_was_rejected(family):
     _, whole = target.features(mx.array([prompt + answer]), layers)
     embedded = whole[..., : target.hidden_size]
     assert mx.array_equal(embedded, target.embed(mx.array([prompt + answer])))
-    rows = len(prompt) + 39  # the last token was not read yet
+    rows = len(prompt) + 39  # the last of 40 tokens has not been read
     assert mx.allclose(pieces[:, :rows], whole[:, :rows], atol=1e-4)
 
 
-def test_the_parts_of_a_quantized_model_are_found():
-    for family in ("qwen3", "gemma4_dense"):  # a separate head and a tied one
-        model = random_model(family)
-        nn.quantize(model, group_size=32, bits=8)
-        target = target_of(model, family)
-        tokens = mx.array([random_prompt(12, 3)])
-        assert (target.hidden_size, target.vocab_size) == (64, 256)
-        logits, taps = target.features(tokens, [target.num_layers - 1])
-        norm = getattr(model, "language_model", model).model.norm
-        cap = 30 if family.startswith("gemma4") else 1e9
-        assert mx.allclose(mx.tanh(target.head(norm(taps)) / cap) * cap, logits, atol=1e-4)
+@pytest.mark.parametrize(
+    ("family", "cap"),
+    [("qwen3", None), ("gemma4_dense", 30)],  # a separate head, and a tied one with a soft cap
+)
+def test_the_head_of_a_quantized_model_computes_its_logits(family, cap):
+    model = random_model(family)
+    nn.quantize(model, group_size=32, bits=8)
+    target = target_of(model, family)
+    tokens = mx.array([random_prompt(12, 3)])
+    assert (target.hidden_size, target.vocab_size) == (64, 256)
+    logits, taps = target.features(tokens, [target.num_layers - 1])
+    norm = getattr(model, "language_model", model).model.norm
+    computed = target.head(norm(taps))
+    if cap is not None:
+        computed = mx.tanh(computed / cap) * cap
+    assert mx.allclose(computed, logits, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 or 4 bits: which families can, and which say why not."""
+"""Keys and values in 8 or 4 bits: families that support it, and the errors of those that do not."""
 
 import numpy as np
 import pytest
@@ -38,12 +38,12 @@ def test_a_head_size_that_is_not_a_multiple_of_the_group_is_refused():
         dm.stream_generate(target, None, [1, 2, 3], kv_bits=8)
 
 
-def test_8_bits_take_less_memory():
+def test_caches_of_8_and_4_bits_take_the_memory_expected():
     sizes = {}
     for bits in (None, np.int64(8), 4):
         session = family_target("qwen3").start(kv_bits=bits)
         list(session.prefill(random_prompt(500, 1)))
         sizes[bits] = sum(cache.nbytes for cache in session.cache)
-    # f32 against 8 or 4 bits and, per 32 of them, a scale and a bias in f32
+    # A group of 32 numbers has a scale and a bias of 32 bits each: 2 more bits for each number.
     assert sizes[8] / sizes[None] == pytest.approx((8 + 2) / 32, rel=0.01)
     assert sizes[4] / sizes[None] == pytest.approx((4 + 2) / 32, rel=0.01)

@@ -1,4 +1,4 @@
-"""MLA rows take one path, whatever their number: for one row it is mlx-lm's own, bit for bit."""
+"""MLA: one row gives mlx-lm's bits, and several rows give what single rows give."""
 
 import mlx.core as mx
 import pytest
@@ -17,16 +17,16 @@ def prefilled(target, prompt):
 
 
 @pytest.mark.parametrize("family", MLA)
-@pytest.mark.parametrize("length", [9, 60])  # an indexer picks 32 rows: all of them, then some
-def test_one_row_is_mlx_lms_own(family, length):
+@pytest.mark.parametrize("length", [9, 60])  # below and above the 32 rows that an indexer picks
+def test_one_row_has_the_logits_of_mlx_lm(family, length):
     """Fails when mlx-lm changes how it attends to latents: then targets/mla.py has to follow."""
     model = random_model(family)
     prompt = random_prompt(length, 2)
-    theirs = make_prompt_cache(model)
-    mx.eval(model(mx.array([prompt]), cache=theirs))
+    mlx_lm_cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([prompt]), cache=mlx_lm_cache))
     session = prefilled(family_target(family), prompt)
     for token in (5, 6, 7):
-        expected = model(mx.array([[token]]), cache=theirs)
+        expected = model(mx.array([[token]]), cache=mlx_lm_cache)
         logits, _ = session.verify(Proposal([token]))
         session.commit([0])
         assert mx.array_equal(logits, expected[0])
@@ -34,7 +34,7 @@ def test_one_row_is_mlx_lms_own(family, length):
 
 @pytest.mark.parametrize("family", MLA)
 @pytest.mark.parametrize("length", [9, 25, 60])
-def test_many_rows_equal_single_rows(family, length):
+def test_16_rows_together_have_the_logits_of_single_rows(family, length):
     target = family_target(family)
     prompt = random_prompt(length, 2)
     rows = random_prompt(16, 3)

@@ -1,7 +1,7 @@
-"""The drift alarm: what we build on in mlx-lm, which promises none of it.
+"""The drift alarm: the internals of mlx-lm that we rely on and that mlx-lm does not promise.
 
-When one of these fails after an update of mlx-lm, nothing is wrong with the test: look at what it
-names in dflash_mlx/targets/internals.py, and then at the pinned range in pyproject.toml.
+When one of these tests fails after an update of mlx-lm, the test is right: look at what it names
+in dflash_mlx/targets/internals.py, and then at the range of versions in pyproject.toml.
 """
 
 import ast
@@ -29,8 +29,8 @@ def parameters(function) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_a_kv_cache_is_its_three_fields():
-    """A commit moves its offset back and relies on there being nothing else."""
+def test_a_kv_cache_has_three_fields():
+    """A commit moves the offset back, which is enough only if no other field has to change."""
     cache = own_cache(internals.KVCache())
     assert vars(cache) == {"keys": None, "values": None, "offset": 0}
     rows = mx.arange(5, dtype=mx.float32).reshape(1, 1, 5, 1)
@@ -47,44 +47,48 @@ def test_a_kv_cache_is_its_three_fields():
 
 @pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
 def test_a_rotating_cache_filled_from_a_window_continues_alike(steps):
-    """A cache that is filled from another's window continues as that one does."""
-    caches = [own_cache(internals.RotatingKVCache(max_size=4)) for _ in range(2)]
+    """A cache filled from another one's window gives that one's keys and masks from there on."""
+    original = own_cache(internals.RotatingKVCache(max_size=4))
+    filled = own_cache(internals.RotatingKVCache(max_size=4))
     rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
-    for step in steps:
-        start = caches[0].offset
-        caches[0].update_and_fetch(*[rows[:, :, start : start + step]] * 2)
-    keys, _ = caches[0].window()
-    assert keys.reshape(-1).tolist() == list(range(max(0, start + step - 4), start + step))
-    caches[1].fill(start + step, keys[...], keys[...])
-    for more in (1, 1, 3, 1):
-        start = caches[0].offset
-        seen = [
-            cache.update_and_fetch(*[rows[:, :, start : start + more]] * 2)[0] for cache in caches
+    for count in steps:
+        new = rows[:, :, original.offset : original.offset + count]
+        original.update_and_fetch(new, new)
+    position = sum(steps)
+    keys, _ = original.window()
+    assert keys.reshape(-1).tolist() == list(range(max(0, position - 4), position))
+    filled.fill(position, keys[...], keys[...])
+    for count in (1, 1, 3, 1):
+        new = rows[:, :, original.offset : original.offset + count]
+        expected, _ = original.update_and_fetch(new, new)
+        actual, _ = filled.update_and_fetch(new, new)
+        assert sorted(actual.flatten().tolist()) == sorted(expected.flatten().tolist())
+        masks = [
+            cache.make_mask(2, window_size=4, return_array=True) for cache in (original, filled)
         ]
-        masks = [cache.make_mask(2, window_size=4, return_array=True) for cache in caches]
-        assert sorted(seen[0].flatten().tolist()) == sorted(seen[1].flatten().tolist())
-        assert mx.array_equal(*masks) and caches[0].offset == caches[1].offset
+        assert mx.array_equal(*masks)
+        assert original.offset == filled.offset
 
 
-def test_a_rotating_cache_after_several_rows():
-    """A commit cuts its end: rows are in order, with `max_size - 1` older ones at most."""
+def test_a_rotating_cache_holds_rows_in_order_after_a_step_of_several():
+    """With `max_size - 1` older rows at most; a commit relies on it and cuts the end."""
     cache = own_cache(internals.RotatingKVCache(max_size=4))
     rows = mx.arange(9, dtype=mx.float32).reshape(1, 1, 9, 1)
-    for start, count in ((0, 1), (1, 1), (2, 4), (6, 3)):
-        keys, _ = cache.update_and_fetch(*[rows[:, :, start : start + count]] * 2)
+    for start, end in ((0, 1), (1, 2), (2, 6), (6, 9)):
+        keys, _ = cache.update_and_fetch(rows[:, :, start:end], rows[:, :, start:end])
     assert keys.reshape(-1).tolist() == [3, 4, 5, 6, 7, 8]
     assert cache._idx == keys.shape[2] == 6 and cache.offset == 9
     assert set(vars(cache)) == {"keep", "keys", "values", "offset", "max_size", "_idx"}
     cache.cut(2)
     assert cache._idx == 4 and cache.offset == 7
-    keys, _ = cache.update_and_fetch(*[rows[:, :, 7:8]] * 2)
+    keys, _ = cache.update_and_fetch(rows[:, :, 7:8], rows[:, :, 7:8])
     assert sorted(keys.reshape(-1).tolist()) == [4, 5, 6, 7]
-    cache.update_and_fetch(*[rows[:, :, 8:9]] * 2)  # in place: a ring
+    cache.update_and_fetch(rows[:, :, 8:9], rows[:, :, 8:9])  # overwrites the oldest row in place
     assert cache.keys.reshape(-1).tolist() != [5, 6, 7, 8]
     assert cache.in_order(cache.keys).reshape(-1).tolist() == [5, 6, 7, 8]
 
 
-def test_the_other_caches_are_their_fields():
+def test_the_other_caches_have_the_fields_we_know():
     assert set(vars(own_cache(internals.ArraysCache(2)))) == {"cache", "left_padding", "lengths"}
     assert set(vars(own_cache(internals.CacheList(internals.KVCache())))) == {"caches"}
     assert own_cache(internals.ChunkedKVCache(8)).trim(0) == 0
@@ -103,8 +107,8 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("kind", EMPTY)
-def test_our_caches_are_mlx_lms(kind):
-    """By `isinstance`, by `hasattr`, and in what they do: so a model takes them as its own."""
+def test_our_caches_pass_for_mlx_lms(kind):
+    """They are instances of mlx-lm's classes with the same attributes and results."""
     theirs = EMPTY[kind]()
     ours = own_cache(EMPTY[kind]())
     assert isinstance(ours, type(theirs))
@@ -117,9 +121,10 @@ def test_our_caches_are_mlx_lms(kind):
     for rows in (3, 1, 6, 1, 1, 5):
         if kind != "chunked":
             for array, window in ((False, None), (True, None), (False, 4)):
-                asked = {"return_array": array, "window_size": window}
-                assert _same(ours.make_mask(rows, **asked), theirs.make_mask(rows, **asked))
-        keys, values = (mx.random.normal((1, 2, rows, 32)) for _ in "kv")
+                options = {"return_array": array, "window_size": window}
+                assert _same(ours.make_mask(rows, **options), theirs.make_mask(rows, **options))
+        keys = mx.random.normal((1, 2, rows, 32))
+        values = mx.random.normal((1, 2, rows, 32))
         actual = tree_flatten([ours.update_and_fetch(keys, values), ours.state])
         expected = tree_flatten([theirs.update_and_fetch(keys, values), theirs.state])
         for (name, x), (_, y) in zip(actual, expected, strict=True):
@@ -132,7 +137,7 @@ def _same(x, y) -> bool:
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_model_computes_the_same_with_our_caches(family):
-    """Prompts, single rows and several rows, bit for bit: mlx-lm asks no cache for its class."""
+    """Prompts, single rows and several rows give the bits that mlx-lm's own caches give."""
     model = families.random_model(family)
     theirs = internals.make_prompt_cache(model)
     ours = make_cache(model, find_parts(model).owners)
@@ -154,17 +159,17 @@ def test_a_pipeline_gives_the_first_rank_the_last_layers(family):
 
 
 @pytest.mark.parametrize(
-    ("module", "inner"),
+    ("module", "backbone_class"),
     [(ministral3, ministral3.LanguageModel), (mistral4, mistral4.Mistral4Model)],
 )
-def test_queries_are_scaled_by_a_global_function_of_the_position(module, inner):
+def test_queries_are_scaled_by_a_global_function_of_the_position(module, backbone_class):
     scale = getattr(module, internals.QUERY_SCALE)
     assert parameters(scale) == ["size", "offset", "beta", "max_position_embeddings"]
     assert mx.array_equal(scale(5, 7, 0.1, 4)[2:], scale(3, 9, 0.1, 4))
-    assert internals.QUERY_SCALE in inner.__call__.__code__.co_names
+    assert internals.QUERY_SCALE in backbone_class.__call__.__code__.co_names
 
 
-def test_a_longrope_keeps_its_long_periods_and_an_amplitude():
+def test_a_longrope_takes_new_periods_and_a_new_amplitude():
     settings = {"dims": 8, "base": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = internals.SuScaledRoPE(**settings)
     plain = internals.SuScaledRoPE(**settings)
@@ -174,11 +179,13 @@ def test_a_longrope_keeps_its_long_periods_and_an_amplitude():
     assert mx.allclose(rope(x), mx.fast.rope(x, 8, traditional=False, base=1e4, scale=1, offset=0))
 
 
-def test_a_model_is_computed_by_the_modules_of_its_parts():
+def test_the_modules_that_compute_a_model_are_found():
+    """Qwen3.5's MoE model uses layers of mlx-lm's `qwen3_5` and `qwen3_next` modules."""
     assert internals.modules_of(families.random_model("qwen3_5_moe")) >= {"qwen3_5", "qwen3_next"}
 
 
-def test_nothing_private_is_imported_elsewhere():
+def test_only_internals_imports_private_names_of_mlx_lm():
+    """In `targets/`, internals.py is the only module that imports mlx-lm's caches and models."""
     for path in PACKAGE.rglob("*.py"):
         if path == PACKAGE / "targets" / "internals.py":
             continue
@@ -189,8 +196,8 @@ def test_nothing_private_is_imported_elsewhere():
                 assert path.parent.name != "targets" or names == ["TokenizerWrapper"], path
 
 
-def test_the_functions_take_what_we_hand_them():
-    named = {
+def test_the_functions_of_mlx_lm_have_the_parameters_that_we_pass():
+    expected_parameters = {
         internals.scaled_dot_product_attention: "queries keys values cache scale mask sinks",
         internals.gated_delta_update: "q k v a b A_log dt_bias state mask use_kernel",
         internals.compute_g: "A_log a dt_bias",
@@ -199,17 +206,18 @@ def test_the_functions_take_what_we_hand_them():
         internals.classes_of: "config",
         internals.make_prompt_cache: "model",
     }
-    for function, names in named.items():
-        assert parameters(function)[: len(names.split())] == names.split(), function
+    for function, names in expected_parameters.items():
+        expected = names.split()
+        assert parameters(function)[: len(expected)] == expected, function
     for kind in (internals.KVCache, internals.RotatingKVCache):
         assert parameters(kind.update_and_fetch) == ["self", "keys", "values"]
-    assert parameters(internals.RotatingKVCache.make_mask)[:4] == [
-        *("self", "N", "window_size", "return_array")
-    ]
+    mask_parameters = parameters(internals.RotatingKVCache.make_mask)
+    assert mask_parameters[:4] == ["self", "N", "window_size", "return_array"]
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_the_parts_of_every_family_are_found(family):
+    """And the kinds of all layers are told right: attention, recurrences, rotations and sinks."""
     config = families.CONFIGS[family]
     shape = config.get("text_config", config)
     model = families.random_model(family)
@@ -245,18 +253,22 @@ def test_the_parts_of_every_family_are_found(family):
         if internals.has_key_projection(attention):
             heads = internals.key_heads(attention)
             size = internals.head_size(attention)
-            assert cache.keys.shape[1::2] == (heads, size)
+            assert (cache.keys.shape[1], cache.keys.shape[3]) == (heads, size)
             assert internals.query_heads(attention) % heads == 0
         else:
             assert family in MLA or family == "deepseek_v41"
         assert internals.own_class(layer) is type(layer)
-        ropes = [m for path, m in layer.named_modules() if path.rpartition(".")[2] == "rope"]
+        ropes = [
+            module
+            for path, module in layer.named_modules()
+            if path == "rope" or path.endswith(".rope")
+        ]
         assert bool(ropes) != internals.uses_no_positions(layer)
         assert not internals.masks_itself(layer)
         assert {type(rope).__name__ for rope in ropes} <= internals.ROPES
 
 
-def test_which_recurrences_are_known():
+def test_the_recurrent_layers_of_mlx_lm_are_known():
     kinds = {*internals.SHORT_CONVOLUTIONS, *internals.MAMBA2}
     assert {kind.__name__ for kind in kinds} >= {"ShortConv", "NemotronHMamba2Mixer"}
     delta = internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet
@@ -265,38 +277,40 @@ def test_which_recurrences_are_known():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma4_dense", "deepseek_v32", "llama"])
-def test_models_ask_their_caches(family, monkeypatch):
-    """For masks and for keys, which is where we put in a draft tree."""
+def test_models_get_masks_and_keys_from_their_caches(family, monkeypatch):
+    """A draft tree gets in there: a cache of ours gives the tree's mask."""
     model = families.random_model(family)
     caches = make_cache(model, find_parts(model).owners)
     parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
-    asked = []
+    calls = []
     for name in ("make_mask", "update_and_fetch"):
         inherited = getattr(RowCache, name)
 
         def call(cache, *args, name=name, inherited=inherited, **options):
             assert name == "update_and_fetch" or set(options) <= {"return_array", "window_size"}
-            asked.append(name)
+            calls.append(name)
             return inherited(cache, *args, **options)
 
         monkeypatch.setattr(RowCache, name, call)
     model(mx.array([[1, 2, 3]]), cache=caches)
-    assert asked.count("update_and_fetch") == len(parts) and "make_mask" in asked
+    assert calls.count("update_and_fetch") == len(parts)
+    assert "make_mask" in calls
 
 
-def test_masks_of_the_next_rows():
-    """`batched_rows` asks each request's cache for the mask that a model alone would get."""
-    asked = {"return_array": False, "window_size": None}  # by name, as mlx-lm's models do
+def test_mask_of_gives_none_a_word_or_an_array():
+    """As mlx-lm does: none for one row, "causal" for several, an array where it is asked for."""
+    options = {"return_array": False, "window_size": None}  # by name, as mlx-lm's models do
     for cache in (internals.KVCache(), internals.RotatingKVCache(8)):
-        assert internals.mask_of(cache, 1, **asked) is None
-        assert internals.mask_of(cache, 2, **asked) == "causal"
-        assert internals.mask_of(cache, 3, **asked | {"return_array": True}).shape == (3, 3)
+        assert internals.mask_of(cache, 1, **options) is None
+        assert internals.mask_of(cache, 2, **options) == "causal"
+        mask = internals.mask_of(cache, 3, return_array=True, window_size=None)
+        assert mask.shape == (3, 3)
     assert internals.mask_of(internals.ArraysCache(2), 4) is None
 
 
-def test_which_recurrences_are_sharded():
+def test_the_sharding_group_of_a_recurrent_layer_is_found():
     layer = families.random_model("qwen3_5").language_model.model.layers[0]
-    assert layer.linear_attn.sharding_group is None  # the name of what `shard` sets
+    assert layer.linear_attn.sharding_group is None  # the attribute that mlx-lm's `shard` sets
     assert internals.sharding_group(layer.linear_attn) is None
     layer.linear_attn.sharding_group = object()
     assert internals.sharding_group(layer.linear_attn) is not None

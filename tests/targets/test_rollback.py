@@ -1,4 +1,4 @@
-"""Rejected rows leave each kind of cache; what that costs does not grow with the context."""
+"""Each kind of cache drops rejected rows, at a cost that does not grow with the context."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,8 +40,8 @@ def fill(cache, steps):
     "steps",
     [
         [(3, 1)],
-        [(5, 5), (4, 2)],  # reaches the window, no row has left it
-        [(6, 4), (6, 1), (1, 1), (1, 1), (5, 3)],  # wraps, a ring in between
+        [(5, 5), (4, 2)],  # reaches the window's size, but no row has left it
+        [(6, 4), (6, 1), (1, 1), (1, 1), (5, 3)],  # wraps; the steps of one row write a ring
         [(20, 20), (6, 1), (6, 6), (1, 1), (6, 2)],  # starts beyond the window
         [(8, 8), (8, 1), (8, 1), (8, 7), (1, 1), (1, 1)],
     ],
@@ -55,19 +55,21 @@ def test_a_rotating_cache_shows_the_next_row_its_whole_window(steps):
     assert seen == list(range(max(0, start + 1 - 8), start + 1))
 
 
-class OwnCache(KVCache):
-    """What a fork might store differently."""
+class UnknownCache(KVCache):
+    """A cache of a fork of mlx-lm, which might store rows in a way that we do not know."""
 
 
-@pytest.mark.parametrize("cache", [OwnCache(), CacheList(KVCache(), OwnCache()), ArraysCache(2)])
+@pytest.mark.parametrize(
+    "cache", [UnknownCache(), CacheList(KVCache(), UnknownCache()), ArraysCache(2)]
+)
 def test_an_unknown_cache_has_no_rollback(cache):
-    """A session with one goes back to a checkpoint, and the kept rows run again."""
+    """A session with such a cache goes back to a checkpoint and reads the kept rows again."""
     wrapped = own_cache(cache, nn.Module())
     assert isinstance(wrapped, type(cache)) and not wrapped.rolls_back and not wrapped.reads_trees
 
 
 @pytest.mark.parametrize("cache", [ChunkedKVCache(8), CacheList(KVCache(), RotatingKVCache(8))])
-def test_every_known_part_forgets_the_last_rows(cache):
+def test_a_commit_drops_rejected_rows_from_every_part_of_a_cache(cache):
     wrapped = own_cache(cache)
     parts = wrapped.caches if isinstance(wrapped, CacheList) else (wrapped,)
     for part in parts:
@@ -80,7 +82,7 @@ def test_a_target_with_an_unknown_cache_still_drafts():
     model = random_model("qwen3")
     prompt = random_prompt(20, 3)
     answer = plain_tokens(model, prompt, 30)
-    model.make_cache = lambda: [KVCache(), OwnCache(), KVCache(), KVCache()]
+    model.make_cache = lambda: [KVCache(), UnknownCache(), KVCache(), KVCache()]
     target = target_of(model, "qwen3")
     oracle = Oracle(prompt, answer, 256, p=0.5)
     assert dm.generate(target, oracle, prompt, max_tokens=30, block_size=8).tokens == answer
@@ -88,13 +90,13 @@ def test_a_target_with_an_unknown_cache_still_drafts():
 
 
 def arrays_of(tree) -> dict[int, mx.array]:
-    """Every array in a tree, by identity."""
+    """Every array in a nested structure, by `id`, so that no array counts twice."""
     leaves = [leaf for _, leaf in tree_flatten(tree)]
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, mx.array)}
 
 
 def commit_bytes(family: str, context: int) -> tuple[int, int]:
-    """Bytes of the arrays that a commit of 7 of 16 rows reads, and of those it makes."""
+    """Bytes of the recorded arrays that a commit of 7 of 16 rows reads, and of those it makes."""
     session = family_target(family).start()
     for _ in session.prefill(random_prompt(context, 0)):
         pass
@@ -119,7 +121,10 @@ def test_the_bytes_of_a_commit_do_not_grow_with_the_context(family):
 
 
 def test_a_commit_runs_no_projection_and_copies_no_state():
-    """The tape of a 16-row verify is a fraction of what 16 states would take."""
+    """It repeats the recurrence from inputs that the verify recorded.
+
+    Those of 16 rows take less than a quarter of the memory of 16 states.
+    """
     target = family_target("qwen3_5")
     session = target.start()
     list(session.prefill(random_prompt(40, 0)))
@@ -127,7 +132,7 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
     logits, _ = session.verify(dm.Proposal(random_prompt(16, 1)))
     mx.eval(logits)
     for cache, state in zip(session.cache[:3], states, strict=True):
-        assert cache._before is state, "held by reference"
+        assert cache._before is state, "the state before the verify was copied"
         held = sum(array.nbytes for array in (cache._inputs, *cache.recorded))
         assert held < 16 * state.nbytes / 4
     called = []

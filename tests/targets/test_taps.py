@@ -1,4 +1,4 @@
-"""Taps are the outputs of the layers asked for, and a failed forward leaves none behind."""
+"""Taps are the outputs of the chosen layers, and a failed forward leaves none in memory."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,7 @@ def layer_outputs(model: nn.Module, tokens: mx.array) -> list[mx.array]:
 @pytest.mark.parametrize("family", SUPPORTED)
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("layers", [(0,), (2,), (0, 2), (2, 0, 1), (1, 1)])
-def test_taps_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
+def test_taps_are_the_layers_outputs_in_the_requested_order(family, bits, layers):
     model = target(family, bits)
     logits, taps = model.features(TOKENS, layers)
     outputs = layer_outputs(model.model, TOKENS)
@@ -33,26 +33,27 @@ def test_taps_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
     assert mx.array_equal(logits, model.model(TOKENS))
 
 
-def test_a_forward_that_fails_leaves_no_outputs():
+def test_a_forward_that_fails_keeps_no_outputs_and_the_next_one_works():
     model = target()
     session = model.start((0, 2))
 
-    class Broken(type(model.parts.norm)):
+    norm_class = type(model.parts.norm)
+
+    class FailingNorm(norm_class):
         def __call__(self, x):
             raise RuntimeError("the device was lost")
 
-    norm = type(model.parts.norm)
-    model.parts.norm.__class__ = Broken
+    model.parts.norm.__class__ = FailingNorm
     with pytest.raises(RuntimeError, match="lost"):
         session.verify(Proposal([5, 9]))
-    model.parts.norm.__class__ = norm
+    model.parts.norm.__class__ = norm_class
     assert model._interception._running.forward is None
     _, taps = model.features(TOKENS, (0, 2))
     assert taps.shape == (1, 6, 2 * model.hidden_size)
 
 
-def test_layer_minus_one_is_what_the_first_layer_reads():
-    """Beside the first layer's own output, and in the order that was asked for."""
+def test_layer_minus_one_is_the_embeddings_that_the_first_layer_reads():
+    """Also together with other layers, in the requested order."""
     model = target()
     logits, taps = model.features(TOKENS, [0, -1, 2])
     outputs = layer_outputs(model.model, TOKENS)
@@ -64,17 +65,19 @@ def test_layer_minus_one_is_what_the_first_layer_reads():
 
 
 class StreamsLayer(nn.Module):
+    """Returns two streams, x and 10 x, and the weights 0.5 and 2 of their mix."""
+
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         return mx.stack([x, 10 * x], axis=2), mx.array([0.5, 2.0]) * mx.ones((1, 3, 1))
 
 
-def test_layers_with_several_streams_give_what_the_next_one_reads():
-    """DeepSeek-V4.1's: streams [N, S, hc, D] and the mix of them [N, S, hc]."""
+def test_the_tap_of_a_layer_with_several_streams_is_their_weighted_sum():
+    """A layer of DeepSeek-V4.1 returns streams [N, S, hc, D] and their weights [N, S, hc]."""
     layer = StreamsLayer()
     x = mx.ones((1, 3, 4))
     runs = {id(layer): [(x, layer(x))]}
-    mixed = 0.5 * 1 + 2.0 * 10  # the layer's two streams in its mix
-    assert mx.array_equal(Taps([layer], [0]).of(runs, 3), mixed * mx.ones((1, 3, 4)))
+    weighted_sum = 0.5 * 1 + 2.0 * 10
+    assert mx.array_equal(Taps([layer], [0]).of(runs, 3), weighted_sum * mx.ones((1, 3, 4)))
 
 
 class TupleLayer(nn.Module):
@@ -82,8 +85,8 @@ class TupleLayer(nn.Module):
         return x + 1, "something else"
 
 
-def test_of_a_layers_tuple_the_hidden_states_are_tapped():
-    """Gemma 4's do; the hidden states come first."""
+def test_the_tap_of_a_layer_that_returns_a_tuple_is_its_first_item():
+    """Gemma 4's layers return the hidden states first, then other values."""
     layer = TupleLayer()
     x = mx.zeros((1, 3, 4))
     runs = {id(layer): [(x, layer(x))]}

@@ -1,4 +1,4 @@
-"""The target: its parts, what a prefill costs, and caches that hold the kept tokens only."""
+"""The target: its sizes, its prefill, and caches that hold the kept tokens only."""
 
 import copy
 import sys
@@ -25,8 +25,8 @@ from dflash_mlx.targets.span import Span
 
 VOCABULARY = len(tokenizer())
 STEP = longest_step()
-# One row's sums do not depend on the other rows in the stock CPU arithmetic of Linux, so there
-# "the same" is to the bit. Elsewhere kernels change with the number of rows.
+# MLX's CPU products on Linux compute each row independently of the others, so results are compared
+# bit for bit there. Elsewhere kernels depend on the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7, 7, 100]])
 
@@ -37,7 +37,7 @@ def same(a: mx.array, b: mx.array) -> bool:
     return a.shape == b.shape and bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4))
 
 
-def test_a_target_has_the_shape_of_its_config():
+def test_a_target_has_the_sizes_of_its_config():
     model = target("qwen3", max_position_embeddings=77)
     assert (model.num_layers, model.hidden_size, model.vocab_size) == (3, 64, VOCABULARY)
     assert model.context_length == 77
@@ -49,7 +49,8 @@ def test_a_layer_that_the_target_lacks_cannot_be_tapped(layers):
         target().start(layers)
 
 
-def test_what_a_forward_cannot_read_is_refused_before_anything_changes():
+def test_a_forward_refuses_rows_it_cannot_read_and_changes_no_session():
+    """Mixed tap layers, one session twice, or a session whose last verify was not committed."""
     model = target("qwen3")
     sessions = [model.start((0,)), model.start((0,)), model.start((1,))]
     for session in sessions:
@@ -105,7 +106,8 @@ def test_caches_hold_the_kept_tokens_only(family, bits, data):
 @pytest.mark.parametrize(
     "length", [5, LAST_STEP, LAST_STEP + 1, STEP + LAST_STEP, STEP + 2 * LAST_STEP]
 )
-def test_prefill_in_chunks_is_prefill_at_once(length):
+def test_prefill_in_chunks_gives_the_results_of_one_forward(length):
+    """Steps of `STEP` tokens and a last one of up to `LAST_STEP`, which alone gives logits."""
     model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     text = [(i * i + 3) % VOCABULARY for i in range(length)]
     session = model.start((0,))
@@ -122,8 +124,8 @@ def test_prefill_in_chunks_is_prefill_at_once(length):
     assert mx.allclose(following[0], logits[0, -1], atol=1e-4)
 
 
-def test_prefill_evaluates_the_vocabulary_for_one_row():
-    """The prompt's logits would be 400 x 32,768 x 4 bytes = 52 MB; nothing near that is used."""
+def test_prefill_computes_the_logits_of_one_row_only():
+    """The logits of all 400 rows would take 400 x 32,768 x 4 bytes = 52 MB; it uses under 10 MB."""
     model = target("llama", vocab_size=32768, hidden_size=32, num_hidden_layers=1)
     text = list(range(400))
     session = model.start((0,))
@@ -145,12 +147,13 @@ def test_prefill_evaluates_the_vocabulary_for_one_row():
     ids=["lookup's", "a network's", "plain", "pipelined"],
 )
 def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
-    """It starts after every four layers but the last four, which the step then waits for.
+    """A forward of 12 layers is dispatched in pieces of four while Python builds the rest.
 
-    A pipelined step's row is the token of a step that still runs, so nothing of it starts early.
+    The last piece runs when the step waits for it, so two pieces are dispatched early. A pipelined
+    step's row is the token of a step that still runs, so none of its pieces are.
     """
     model = target(num_hidden_layers=12)
-    model.steps.why_not = "a test of forwards that are not traced"
+    model.steps.why_not = "this test is about forwards that are not traced"
     results = []
     started = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
@@ -165,17 +168,17 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
         batch = [session, model.start((3, 11))]
         verifier = SharedVerifier(model)
         started.clear()
-        tokens = None if pieces else mx.array([7, 8])
-        results[-1] += verifier.verify(batch, [Proposal([1])] * 2, tokens)
+        pipelined_tokens = None if pieces else mx.array([7, 8])
+        results[-1] += verifier.verify(batch, [Proposal([1])] * 2, pipelined_tokens)
         assert len(started) == expected
         started.clear()
-    for actual, expected in zip(*results, strict=True):
-        assert mx.array_equal(actual, expected)
+    for in_pieces_result, whole_result in zip(*results, strict=True):
+        assert mx.array_equal(in_pieces_result, whole_result)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_a_target_of_a_copied_model_reads_the_copys_weights(family):
-    """A quantizer or a trainer copies the model; the copy's target reads the copy's weights."""
+    """A quantizer or a trainer copies a model, then changes the copy's weights."""
     original = family_target(family)
     model = copy.deepcopy(original.model)
     model.update(tree_map(lambda w: 1.5 * w if w.ndim > 1 else w, model.parameters()))
@@ -187,8 +190,8 @@ def test_a_target_of_a_copied_model_reads_the_copys_weights(family):
     assert not mx.allclose(original.model(mx.array([[5, 9, 2]])), model(mx.array([[5, 9, 2]])))
 
 
-def test_a_model_whose_layer_was_replaced_gets_a_target():
-    """The new layer reads trees, and can be tapped, as those that the first target found."""
+def test_a_target_of_a_model_with_a_replaced_layer_taps_it_and_reads_trees():
+    """A second target prepares the new layer as the first target prepared the old ones."""
     model = family_target("qwen3").model
     model.model.layers[2] = family_target("qwen3", seed=1).model.model.layers[2]
     changed = target_of(model, "qwen3")

@@ -1,4 +1,4 @@
-"""Steps that are traced and replayed: the same bits as without, few traces, memory in place."""
+"""Traced and replayed steps: the same bits as untraced ones, few traces, no copies of caches."""
 
 import gc
 import io
@@ -18,12 +18,13 @@ from dflash_mlx.targets.rope_tables import RopeTables
 from dflash_mlx.targets.traced import attended_keys
 from dflash_mlx.traces import Traces
 
-PROMPT = [token % 90 for token in range(60)]
+PROMPT = list(range(60))
+# The rows of each step; each count repeats, so that its later steps are replayed.
 LENGTHS = [1, 1, 16, 4, 1, 16, 4, 16, 1, 1, 4, 16] * 2
 
 
 def steps_of(model, kv_bits=None, lengths=LENGTHS):
-    """Logits and taps of steps that keep half of their rows."""
+    """Logits and taps of steps with `lengths` rows, of which half are committed."""
     session = model.start((0, 1), kv_bits)
     list(session.prefill(PROMPT))
     results = []
@@ -46,7 +47,7 @@ WINDOWS = ("gpt_oss", "gemma4_dense", "gemma4_E4B-like")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2_moe", "deepseek_v3", *WINDOWS])
-def test_a_replayed_step_has_the_bits_of_the_forward(family, monkeypatch):
+def test_a_replayed_step_has_the_bits_of_an_untraced_forward(family, monkeypatch):
     model = family_target(family)
     expected = untraced(monkeypatch, lambda: steps_of(model))
     for _ in range(2):
@@ -57,11 +58,11 @@ def test_a_replayed_step_has_the_bits_of_the_forward(family, monkeypatch):
 
 @pytest.mark.parametrize("family", WINDOWS)
 def test_windows_survive_what_happens_between_replayed_steps(family, monkeypatch):
-    """Steps without a trace, rewinds, and a session that another one's rows are restored into."""
-    one = family_target(family)
+    """Untraced steps, rewinds, and moving to a new session by restoring the rows there."""
+    model = family_target(family)
     lengths = [1, 16, 16, 1, 4, 1, 16, 4, 1, 1, 40, 1, 4] * 2
-    expected = untraced(monkeypatch, lambda: steps_of(one, lengths=lengths))
-    session = one.start((0, 1))
+    expected = untraced(monkeypatch, lambda: steps_of(model, lengths=lengths))
+    session = model.start((0, 1))
     list(session.prefill(PROMPT))
     results = []
     for number, rows in enumerate(lengths):
@@ -71,10 +72,10 @@ def test_windows_survive_what_happens_between_replayed_steps(family, monkeypatch
         session.commit([0])
         session.rewind(saved)
         if number % 3 == 0:
-            other = one.start((0, 1))
+            restored = model.start((0, 1))
             position = session.position
-            other.restore(position, [session.rows(0, position)], session.state(), 1)
-            session = other
+            restored.restore(position, [session.rows(0, position)], session.state(), 1)
+            session = restored
         with monkeypatch.context() as patched:
             if number % 4 == 1:  # this step runs untraced
                 patched.setattr(Traces, "call", lambda *args, **settings: None)
@@ -82,12 +83,12 @@ def test_windows_survive_what_happens_between_replayed_steps(family, monkeypatch
         mx.eval(verified)
         results += verified
         session.commit(list(range((rows + 1) // 2)))
-    assert one.steps.count >= 3
+    assert model.steps.count >= 3
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("kv_bits", [4, 8])
-def test_a_replayed_step_writes_quantized_keys(kv_bits, monkeypatch):
+def test_a_replayed_step_with_quantized_keys_has_the_bits_of_an_untraced_one(kv_bits, monkeypatch):
     model = target(head_dim=32)
     expected = untraced(monkeypatch, lambda: steps_of(model, kv_bits))
     for _ in range(2):
@@ -97,6 +98,7 @@ def test_a_replayed_step_writes_quantized_keys(kv_bits, monkeypatch):
 
 
 def test_each_shape_is_traced_once():
+    """A step's shape depends on the rounded number of keys that it attends to."""
     model = target(num_hidden_layers=2)
     dm.generate(model, None, PROMPT, max_tokens=400)
     shapes = {attended_keys(len(PROMPT) + n) for n in range(1, 400)}
@@ -111,11 +113,11 @@ def test_every_thread_traces_for_itself():
     before = model.steps.count
     texts = [dm.generate(model, None, PROMPT, max_tokens=30).tokens]
 
-    def write():
+    def generate():
         texts.append(dm.generate(model, None, PROMPT, max_tokens=30).tokens)
 
     for _ in range(2):
-        thread = threading.Thread(target=write)
+        thread = threading.Thread(target=generate)
         thread.start()
         thread.join()
     assert texts[1:] == [texts[0]] * 2
@@ -123,7 +125,7 @@ def test_every_thread_traces_for_itself():
 
 
 def test_a_replayed_step_writes_in_place(monkeypatch):
-    """Copies of the caches would raise the peak by more than a row of them."""
+    """The peak is an untraced step's: a copy of one layer's keys would raise it by far more."""
     model = target(num_hidden_layers=4)
 
     def peak():
@@ -137,44 +139,48 @@ def test_a_replayed_step_writes_in_place(monkeypatch):
         mx.eval(session.verify(Proposal([1] * 4)))
         return mx.get_peak_memory() - before, session.cache[0].keys.nbytes
 
-    more, keys = peak()
+    replayed_peak, bytes_of_keys = peak()
     assert model.steps.count == 1
-    assert more <= untraced(monkeypatch, peak)[0] + keys // 4
+    untraced_peak, _ = untraced(monkeypatch, peak)
+    assert replayed_peak <= untraced_peak + bytes_of_keys // 4
 
 
-def test_a_long_text_takes_no_more_memory(monkeypatch):
-    """Nor while its buffers grow: a copy of the caches would add a third."""
-    one = target(num_hidden_layers=4)
+def test_a_long_text_takes_no_more_memory_with_traces(monkeypatch):
+    """Also while the caches' buffers grow: a copy of the caches would add a third to the peak."""
+    model = target(num_hidden_layers=4)
 
     def peak():
-        gc.collect()  # what earlier tests have left is not freed meanwhile
+        gc.collect()  # so that nothing of earlier tests is freed during the measurement
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        tokens = dm.generate(one, None, PROMPT, max_tokens=1000).tokens
+        tokens = dm.generate(model, None, PROMPT, max_tokens=1000).tokens
         return mx.get_peak_memory() - before, tokens
 
-    expected, text = untraced(monkeypatch, peak)
-    dm.generate(one, None, PROMPT, max_tokens=1000)
-    traces = one.steps.count
-    more, tokens = peak()
-    assert tokens == text and traces == one.steps.count <= 10
-    assert more <= 1.15 * expected
+    untraced_peak, untraced_tokens = untraced(monkeypatch, peak)
+    dm.generate(model, None, PROMPT, max_tokens=1000)
+    traces = model.steps.count
+    traced_peak, traced_tokens = peak()
+    assert traced_tokens == untraced_tokens
+    assert model.steps.count == traces <= 10
+    assert traced_peak <= 1.15 * untraced_peak
 
 
 @pytest.mark.parametrize("kept", [1, 4])
-def test_a_recurrent_cache_keeps_one_state(kept):
+def test_a_recurrent_cache_holds_one_state_after_a_commit(kept):
+    """It holds no other arrays: neither the states before the step nor its recorded inputs."""
     session = family_target("qwen3_5").start()
     list(session.prefill(PROMPT))
     for _ in range(3):
         mx.eval(session.verify(Proposal([1] * 4)))
         session.commit(list(range(kept)))
     cache = session.cache[0]
-    held = [x for _, x in tree_flatten(vars(cache)) if isinstance(x, mx.array)]
-    assert len(held) == len([x for x in cache.cache if x is not None])
+    arrays = [leaf for _, leaf in tree_flatten(vars(cache)) if isinstance(leaf, mx.array)]
+    assert len(arrays) == len([part for part in cache.cache if part is not None])
 
 
-def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
+def test_a_model_that_evaluates_its_position_runs_without_traces(monkeypatch):
+    """An array cannot be evaluated while a step is traced; the target notices and runs untraced."""
     model = target(num_hidden_layers=5)
     expected = steps_of(model)
     assert model.steps.count
@@ -207,7 +213,7 @@ def test_shared_rotations_have_the_bits_of_mlx(rows, settings):
 
 
 @pytest.mark.parametrize("settings", [{"traditional": True}, {"dims": 32}])
-def test_rotations_of_other_kinds_are_left_to_mlx(settings):
+def test_other_kinds_of_rotations_are_left_to_mlx(settings):
     rope = nn.RoPE(**{"dims": 64} | settings)
     x = mx.random.normal((1, 2, 4, 64))
     offset = mx.array([5])
@@ -216,9 +222,8 @@ def test_rotations_of_other_kinds_are_left_to_mlx(settings):
 
 
 def test_the_layers_of_a_traced_step_share_their_rotations():
-    """Cosines: one for all layers, whose queries and keys turn alike."""
-    one = target(num_hidden_layers=5)
-    session = one.start()
+    """The graph of a step has one cosine for the queries and keys of all five layers."""
+    session = target(num_hidden_layers=5).start()
     list(session.prefill(PROMPT))
     for _ in range(3):
         logits, _ = session.verify(Proposal([1] * 4))

@@ -1,7 +1,6 @@
-"""The parts in PyTorch of SmolLM2's recipe; `smollm2.gpu.check` compares whole answers."""
+"""The PyTorch parts of SmolLM2's recipe. `smollm2.gpu.check` compares whole answers on a GPU."""
 
 from random import Random
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,7 +23,7 @@ from smollm2.gpu.optimizer import Optimizer, rate_share  # noqa: E402
 VOCABULARY = 50
 
 
-def test_matrices_are_stored_in_the_bits_of_mlx():
+def test_matrices_are_quantized_to_the_bits_of_mlx():
     weight = torch.randn((40, 128), generator=torch.Generator().manual_seed(0))
     weight[3, :32] = 0.25  # a group of one value
     weight[4, :32] = 0
@@ -103,46 +102,45 @@ def test_tokens_are_drawn_by_temperature_top_p_and_min_p():
     assert drawn(0.5, 1, 0) == pytest.approx(sharp, abs=0.03)
 
 
-class Counter:
-    """A model whose next token follows from the last one and its position."""
+class ArithmeticModel:
+    """A model whose next token is computed from the last one and its position."""
 
     device = "cpu"
     stops = (0,)
 
-    def after(self, tokens, positions):
+    def next_token(self, tokens, positions):
         return (7 * tokens + 3 * positions + 1) % VOCABULARY
 
     def new_caches(self, rows, length):
         return [(torch.zeros(rows, 1, length, 1), torch.zeros(rows, 1, length, 1))]
 
     def read(self, tokens, caches):
-        caches += [(tokens[:, None, :, None].float(),) * 2]
-        return self.after(tokens, torch.arange(tokens.shape[1])), []
+        keys = tokens[:, None, :, None].float()
+        caches.append((keys, keys))
+        return self.next_token(tokens, torch.arange(tokens.shape[1])), []
 
     def head(self, hidden):
         return torch.nn.functional.one_hot(hidden, VOCABULARY).float()
 
     def step(self, tokens, positions, caches, span):
         assert int(positions.max()) < span
-        return self.head(self.after(tokens, positions))
+        return self.head(self.next_token(tokens, positions))
 
 
-def test_the_writer_fills_its_slots_again():
-    """Three slots answer ten prompts, and further tasks that continue three of them."""
-    model = Counter()
+def test_the_writer_reuses_its_slots_for_waiting_prompts():
+    """Three slots answer ten prompts, and three tasks that `done` returns as continuations."""
+    model = ArithmeticModel()
     prompts = [[5 + number] + list(range(2, 4 + 3 * number)) for number in range(10)]
     limits = [3 + 7 * number for number in range(10)]
     finished = []
 
     def done(task):
         finished.append(task)
-        more = task.number < 3
-        return writer.Task(10 + task.number, task.prompt + task.answer, 9) if more else None
+        if task.number < 3:
+            return writer.Task(10 + task.number, task.prompt + task.answer, 9)
+        return None
 
-    tasks = [
-        writer.Task(number, *of_task)
-        for number, of_task in enumerate(zip(prompts, limits, strict=True))
-    ]
+    tasks = [writer.Task(number, prompts[number], limits[number]) for number in range(10)]
     too_long = writer.Task(99, [1] * 600, 9)
     count = writer.Writer(model, slots=3, length=300).write([too_long] + tasks, done)
     assert sorted(task.number for task in finished) == list(range(13))
@@ -150,7 +148,7 @@ def test_the_writer_fills_its_slots_again():
     for task in finished:
         tokens = list(task.prompt)
         while len(tokens) < len(task.prompt) + task.limit:
-            tokens.append(model.after(tokens[-1], len(tokens) - 1))
+            tokens.append(model.next_token(tokens[-1], len(tokens) - 1))
             if tokens[-1] == 0:
                 break
         assert task.answer == tokens[len(task.prompt) :]
@@ -160,18 +158,20 @@ def test_the_writer_fills_its_slots_again():
 
 def test_a_writer_that_has_no_time_left_writes_nothing():
     task = writer.Task(0, [1, 2], 5)
-    assert writer.Writer(Counter(), slots=2, length=100).write([task], print, deadline=0) == 0
+    assert (
+        writer.Writer(ArithmeticModel(), slots=2, length=100).write([task], print, deadline=0) == 0
+    )
 
 
-def test_the_walk_takes_the_steps_of_decoding():
-    """A step moves by what was accepted at its place, and by one token more."""
-    sample = Sample(list(range(20)), 10)  # nine tokens after the answer's first
+def test_walk_counts_the_steps_of_decoding():
+    """Given how many drafted tokens would be accepted at each token; a step adds one token."""
+    sample = Sample(list(range(20)), 10)  # nine tokens follow the answer's first one
     assert walk(sample, [0] * 9) == 9
     assert walk(sample, [7] * 9) == 2
-    assert walk(sample, [2, 9, 9, 0, 1, 9, 4, 0, 0]) == 4  # anchors 0, 3, 4 and 6
+    assert walk(sample, [2, 9, 9, 0, 1, 9, 4, 0, 0]) == 4  # steps at tokens 0, 3, 4 and 6
 
 
-def test_batches_have_every_sample_and_one_length():
+def test_batches_contain_every_sample_and_each_has_one_length():
     random = Random(3)
     samples = [Sample([1] * random.randint(3, 400), 2) for _ in range(50)]
     batches = groups(samples, 1000, random)
@@ -181,7 +181,7 @@ def test_batches_have_every_sample_and_one_length():
         assert len(numbers) == max(1, 1000 // length)
 
 
-def test_the_optimizer_is_the_packages():
+def test_the_optimizer_gives_the_weights_of_the_packages():
     random = np.random.default_rng(4)
     shapes = {"wide": (4, 12), "tall": (12, 4), "norm": (12,)}
     start = {name: random.normal(size=shape).astype("f") for name, shape in shapes.items()}
@@ -204,36 +204,40 @@ def test_the_optimizer_is_the_packages():
         assert np.allclose(weight.numpy(), np.array(theirs[name]), atol=1e-5), name
 
 
-def test_the_rate_rises_and_falls_like_the_packages():
+def test_the_learning_rate_follows_the_schedule_of_the_package():
     rate = schedule(1.0, 1000)
     for step in (0, 20, 40, 100, 500, 1000):
-        close = 1e-3 if step >= 40 else 0.03  # ours begins at 0
-        assert rate_share(step / 1000) == pytest.approx(float(rate(mx.array(step))), abs=close)
+        tolerance = 1e-3 if step >= 40 else 0.03  # the recipe's warm-up starts at 0
+        expected = float(rate(mx.array(step)))
+        assert rate_share(step / 1000) == pytest.approx(expected, abs=tolerance)
 
 
-def test_the_loss_is_the_packages():
+def test_the_loss_is_that_of_the_package():
     random = np.random.default_rng(5)
     ids = np.sort(random.choice(VOCABULARY, 20, replace=False))
     logits = random.normal(size=(30, 20)).astype("f")
     choices = random.integers(0, VOCABULARY, 30)
     tops = np.stack([random.choice(VOCABULARY, 6, replace=False) for _ in range(30)])
     shares = random.uniform(0, 0.15, (30, 6)).astype("f")
-    numbers = SimpleNamespace(ids=ids, choices=choices, tops=tops, shares=shares)
-    ours, can_draft = slot_losses(
-        torch.tensor(logits), **{k: torch.tensor(v) for k, v in vars(numbers).items()}
+    losses, can_draft = slot_losses(
+        torch.tensor(logits),
+        ids=torch.tensor(ids),
+        choices=torch.tensor(choices),
+        tops=torch.tensor(tops),
+        shares=torch.tensor(shares),
     )
-    places = np.full(VOCABULARY, -1)
-    places[ids] = np.arange(20)
-    labels = places[choices]
-    kept = np.where(places[tops] >= 0, shares, 0)
-    package = LossWeights(cross_entropy=0.5, kl=0.5).of(
+    draft_ids = np.full(VOCABULARY, -1)  # of the target's tokens; -1: it cannot be drafted
+    draft_ids[ids] = np.arange(20)
+    labels = draft_ids[choices]
+    expected = LossWeights(cross_entropy=0.5, kl=0.5).of(
         mx.array(logits),
         labels=mx.array(np.maximum(labels, 0)),
-        tops=mx.array(np.maximum(places[tops], 0)),
-        shares=mx.array(kept),
+        tops=mx.array(np.maximum(draft_ids[tops], 0)),
+        shares=mx.array(np.where(draft_ids[tops] >= 0, shares, 0)),
     )
-    assert np.array_equal(can_draft.numpy(), labels >= 0)
-    right = labels >= 0
-    assert np.allclose(ours.numpy()[right], np.array(package)[right], atol=1e-5)
-    cross = nn.losses.cross_entropy(mx.array(logits), mx.array(np.maximum(labels, 0)))
-    assert not np.allclose(ours.numpy()[right], np.array(cross)[right])  # half of it is the KL
+    draftable = labels >= 0
+    assert np.array_equal(can_draft.numpy(), draftable)
+    assert np.allclose(losses.numpy()[draftable], np.array(expected)[draftable], atol=1e-5)
+    # A control: the loss is not just the cross-entropy.
+    cross_entropy = nn.losses.cross_entropy(mx.array(logits), mx.array(np.maximum(labels, 0)))
+    assert not np.allclose(losses.numpy()[draftable], np.array(cross_entropy)[draftable])

@@ -1,9 +1,8 @@
-"""The embedded pair is what its model card promises: small, identical, quick, and right."""
+"""The embedded pair has what its model card promises: small files, mlx-lm's texts, and speed."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -28,16 +27,16 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict]:
-    """Whole answers, by a process of its own: on the fast BLAS, as people run it."""
-    done = subprocess.run(
+    """Complete answers, from another process that uses the fast BLAS, as users do."""
+    result = subprocess.run(
         [sys.executable, str(WORKER), str(TINY)],
         capture_output=True,
         text=True,
         cwd=WORKER.parent,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def test_the_embedded_files_are_small_and_complete():
@@ -50,12 +49,12 @@ def test_the_embedded_files_are_small_and_complete():
     assert {record["category"] for record in records} == CATEGORIES
     assert all(record["answer"].strip() for record in records)
     assert all(("prompt" in record) != ("messages" in record) for record in records)
-    assert any(len(record.get("messages", ())) > 1 for record in records)  # turns before the last
-    asked = [json.dumps(record.get("messages") or record["prompt"]) for record in records]
-    assert len(set(asked)) == len(asked) >= 60
+    assert any(len(record.get("messages", ())) > 1 for record in records)  # earlier turns
+    prompts = [json.dumps(record.get("messages") or record["prompt"]) for record in records]
+    assert len(set(prompts)) == len(prompts) >= 60
 
 
-def test_mlx_lm_loads_the_target():
+def test_mlx_lm_loads_the_target_and_computes_the_same_logits():
     from mlx_lm import load as mlx_lm_load
 
     theirs, tokenizer = mlx_lm_load(str(TINY / "target"))
@@ -70,48 +69,56 @@ def test_mlx_lm_loads_the_target():
 
 
 @pytest.mark.parametrize("bits", [{}, {"target_bits": 8}, {"target_bits": 4, "draft_bits": 4}])
-def test_it_loads_by_name_and_answers(bits):
+def test_the_pair_loads_by_name_and_answers(bits):
     target, drafter = dm.load("tiny", **bits)
     result = generate(
         target, drafter, [{"role": "user", "content": "What is 47 + 38?"}], max_tokens=100
     )
     assert result.finish_reason == "stop"
-    assert bits or "85" in result.text  # quantized it may be wrong
+    if not bits:  # a quantized target may answer wrongly
+        assert "85" in result.text
     assert result.stats.acceptance_length > 3
-    assert max(drafter.tap_layers) < target.num_layers - 1  # it is not computed for a whole prompt
+    # The last layer is not tapped, because it is computed for the last row of a prompt only.
+    assert max(drafter.tap_layers) < target.num_layers - 1
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_text_is_continued_with_its_space_if_that_is_asked_for(drafted):
+def test_the_leading_space_of_a_text_is_kept_only_with_continues(drafted):
     target, drafter = dm.load("tiny")
     for prompt in ("Ones: 7 +", "Let us add 4", "Hello there"):
-        ask = partial(dm.generate, target, drafter if drafted else None, prompt, max_tokens=6)
-        whole = target.tokenizer.decode([*target.tokenizer.encode(prompt), *ask().tokens])
-        assert prompt + ask(continues=True).text == whole
-        assert ask().text == whole[len(prompt) :].removeprefix(" ")
+        generate_text = partial(
+            dm.generate, target, drafter if drafted else None, prompt, max_tokens=6
+        )
+        result = generate_text()
+        whole_text = target.tokenizer.decode([*target.tokenizer.encode(prompt), *result.tokens])
+        assert prompt + generate_text(continues=True).text == whole_text
+        assert result.text == whole_text[len(prompt) :].removeprefix(" ")
 
 
-def test_its_second_drafter_accepts_more():
+def test_the_pairs_dflash2_drafter_needs_fewer_steps_than_its_dflash_drafter():
     target, dflash = dm.load("tiny")
     _, dflash2 = dm.load("tiny", draft="tiny-dflash2")
     assert type(dflash2).__name__ == "DFlash2"
-    rounds = [0, 0]
+    dflash_steps = 0
+    dflash2_steps = 0
     for record in read_prompts(TINY)[::14]:
-        first, second = (generate(target, each, record["messages"]) for each in (dflash, dflash2))
+        first = generate(target, dflash, record["messages"])
+        second = generate(target, dflash2, record["messages"])
         assert first.tokens == second.tokens
-        rounds = [rounds[0] + first.stats.rounds, rounds[1] + second.stats.rounds]
-    assert rounds[1] < rounds[0]
+        dflash_steps += first.stats.rounds
+        dflash2_steps += second.stats.rounds
+    assert dflash2_steps < dflash_steps
 
 
-def acceptance_length(answers: Iterable[dict]) -> float:
-    answers = list(answers)
-    return sum(a["tokens"] for a in answers) / sum(a["rounds"] for a in answers)
+def acceptance_length(answers: list[dict]) -> float:
+    tokens = sum(answer["tokens"] for answer in answers)
+    return tokens / sum(answer["rounds"] for answer in answers)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("tiny pair, answers")
 class TestAnswers:
-    """What the pair says to ten prompts of each category, to the end of each answer."""
+    """The pair's complete answers to ten prompts of each category."""
 
     def test_drafted_answers_are_mlx_lms(self, answers):
         assert len(answers) == len(CATEGORIES) * PER_CATEGORY
@@ -122,9 +129,10 @@ class TestAnswers:
 
     @pytest.mark.parametrize("category", sorted(CATEGORIES))
     def test_acceptance_length_by_category(self, answers, category):
-        assert acceptance_length(a for a in answers if a["category"] == category) >= 4.0
+        of_category = [answer for answer in answers if answer["category"] == category]
+        assert acceptance_length(of_category) >= 4.0
 
     @pytest.mark.parametrize("category", PROBLEMS)
     def test_answers_to_problems_are_right(self, answers, category):
-        exact = [a["exact"] for a in answers if a["category"] == category]
+        exact = [answer["exact"] for answer in answers if answer["category"] == category]
         assert len(exact) >= 9 and sum(exact) / len(exact) >= 0.85

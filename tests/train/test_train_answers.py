@@ -1,4 +1,4 @@
-"""Answers in batches: what plain decoding says, kept chunk by chunk, taken up where they ended."""
+"""Answers for training, written in batches: they are plain decoding's, and resumed from a file."""
 
 import json
 from copy import copy
@@ -44,32 +44,33 @@ def test_answers_are_those_of_plain_decoding(target, prompts):
         assert answer.prompt == tuple(prompt)
 
 
-class Widths(nn.Module):
-    """A model that remembers how many tokens it was given at once, padding included."""
+class ShapeRecorder(nn.Module):
+    """A model that records the shapes of its inputs, padding included."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.layers = model.layers
-        self.seen = []
+        self.shapes = []
 
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-        self.seen.append(ids.shape)
+        self.shapes.append(ids.shape)
         return self.model(ids, cache=cache)
 
 
-def test_prompts_of_like_length_are_read_together(target):
-    """Eight at a time; in the order given, each eight would be as wide as the longest."""
+def test_prompts_of_similar_length_are_read_together(target):
+    """Eight at a time. In the given order, all would be padded to the length of the longest."""
+    recorder = ShapeRecorder(target.model)
     target = copy(target)
-    target.model = watched = Widths(target.model)
+    target.model = recorder
     prompts = [[5] * (30 if i % 2 else 3) for i in range(16)]
     answers = complete_prompts(target, prompts, AnswerSettings(max_tokens=2, rows=16, chunk=16))
     assert [list(answer.prompt) for answer in answers] == prompts
-    read = sum(rows * width for rows, width in watched.seen if width > 1)
-    assert read <= 8 * 29 + 8 * 2
+    tokens_read = sum(rows * width for rows, width in recorder.shapes if width > 1)
+    assert tokens_read <= 8 * 29 + 8 * 2
 
 
-def test_an_answer_holds_the_token_that_ended_it(prompts):
+def test_an_answer_includes_the_token_that_ended_it(prompts):
     plain = tinymodels.greedy(tinymodels.target(), prompts[0], 8)
     ending = tinymodels.ending_at(tinymodels.target(), plain[3])
     [answer] = complete_prompts(ending, prompts[:1], AnswerSettings(max_tokens=8))
@@ -78,42 +79,49 @@ def test_an_answer_holds_the_token_that_ended_it(prompts):
     assert answer.sample.answers == ((start, start + len(answer.answer)),)
 
 
-def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path, target, prompts):
-    """Greedy, and with a sampler that the place in the file seeds."""
-    for name, sampler_at in {"greedy": lambda start: None, "drawn": drawn}.items():
-        whole = tmp_path / f"{name}.jsonl"
-        part = tmp_path / f"{name} part.jsonl"
+def test_a_file_of_answers_that_was_cut_anywhere_is_completed_to_the_same_bytes(
+    tmp_path, target, prompts
+):
+    """Greedy, and with a sampler whose seed follows from the position in the file."""
+
+    def greedy(start):
+        return None
+
+    for sampler_at in (greedy, drawn):
+        complete = tmp_path / f"{sampler_at.__name__}.jsonl"
+        cut = tmp_path / f"{sampler_at.__name__} cut.jsonl"
         answers = answer_all(
-            target, prompts=prompts, path=whole, settings=SMALL, sampler_at=sampler_at
+            target, prompts=prompts, path=complete, settings=SMALL, sampler_at=sampler_at
         )
-        content = whole.read_bytes()
+        content = complete.read_bytes()
         for length in (0, 10, len(content) // 2, int(0.9 * len(content)), len(content)):
-            part.write_bytes(content[:length])
-            assert (
-                answer_all(
-                    target, prompts=prompts, path=part, settings=SMALL, sampler_at=sampler_at
-                )
-                == answers
+            cut.write_bytes(content[:length])
+            completed = answer_all(
+                target, prompts=prompts, path=cut, settings=SMALL, sampler_at=sampler_at
             )
-            assert part.read_bytes() == content
-    same = answer_all(
+            assert completed == answers
+            assert cut.read_bytes() == content
+
+
+def test_sampled_answers_to_the_same_prompt_differ(tmp_path, target, prompts):
+    rows = answer_all(
         target,
         prompts=[prompts[0]] * 4,
         path=tmp_path / "a.jsonl",
         settings=SMALL,
         sampler_at=drawn,
     )
-    assert len({row.answer for row in same}) == 4
+    assert len({row.answer for row in rows}) == 4
 
 
 def test_prompts_with_an_answer_in_the_file_are_not_answered_again(tmp_path, target, prompts):
     path = tmp_path / "a.jsonl"
-    seen = []
-    answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=seen.append)
-    assert seen[-1].done == len(prompts)
-    again = []
-    answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=again.append)
-    assert [(p.done, p.tokens) for p in again] == [(len(prompts), 0)]
+    first_progress = []
+    answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=first_progress.append)
+    assert first_progress[-1].done == len(prompts)
+    second_progress = []
+    answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=second_progress.append)
+    assert [(event.done, event.tokens) for event in second_progress] == [(len(prompts), 0)]
     with pytest.raises(DataError, match="other prompts"):
         answer_all(target, prompts=prompts[::-1], path=path, settings=SMALL)
 
@@ -124,27 +132,30 @@ def test_a_full_disk_is_an_error_of_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_a_header_is_what_the_template_writes_before_a_user_speaks(target):
+def test_the_user_header_is_the_text_of_the_template_around_a_users_message(target):
     assert user_header(target) == ("user: ", "\nassistant:")
 
 
-def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path, target):
+def test_synthesized_turns_are_resumed_from_a_file_and_depend_on_the_seed(tmp_path, target):
     settings = AnswerSettings(max_tokens=12, rows=4, chunk=8)
-    ending = tinymodels.ending_at(target, *range(20, 60))  # so that turns end at all
-    first = write_turns(ending, count=5, path=tmp_path / "a.jsonl", settings=settings, seed=1)
-    assert len({*first}) == 5 and all(len(turn.split()) > 1 for turn in first)
-    rounds = (tmp_path / "a.jsonl").read_text().splitlines()
-    (tmp_path / "b.jsonl").write_text(rounds[0] + "\n")
-    assert (
-        write_turns(ending, count=5, path=tmp_path / "b.jsonl", settings=settings, seed=1) == first
-    )
-    assert (
-        write_turns(ending, count=5, path=tmp_path / "c.jsonl", settings=settings, seed=2) != first
-    )
-    assert all(END not in turn for turn in first)
+    ending = tinymodels.ending_at(target, *range(20, 60))  # many end tokens, so that turns end
+
+    def write(name: str, seed: int) -> list[str]:
+        return write_turns(ending, count=5, path=tmp_path / name, settings=settings, seed=seed)
+
+    turns = write("a.jsonl", seed=1)
+    assert len(set(turns)) == 5 and all(len(turn.split()) > 1 for turn in turns)
+    first_line = (tmp_path / "a.jsonl").read_text().splitlines()[0]
+    (tmp_path / "b.jsonl").write_text(first_line + "\n")
+    assert write("b.jsonl", seed=1) == turns
+    assert write("c.jsonl", seed=2) != turns
+    assert all(END not in turn for turn in turns)
 
 
-def test_a_base_model_opens_texts_and_continues_them(tmp_path, target, monkeypatch):
+def test_a_base_model_synthesizes_beginnings_of_texts_and_continues_them(
+    tmp_path, target, monkeypatch
+):
+    """It has no chat template, and needs a token that begins a text."""
     monkeypatch.setattr(target.tokenizer, "has_chat_template", False)
     with pytest.raises(PromptError, match="--keep-answers"):
         turn_start(target)
@@ -156,8 +167,8 @@ def test_a_base_model_opens_texts_and_continues_them(tmp_path, target, monkeypat
     samples = collect_samples(
         target, work=tmp_path, recipe=recipe, turns=turns, listen=lambda event: None
     )
-    opened = {sample.tokens[: sample.answers[0][0]] for sample in samples}
-    assert opened == {tuple(target.tokenizer.encode(turn)) for turn in turns}
+    prompts = {sample.tokens[: sample.answers[0][0]] for sample in samples}
+    assert prompts == {tuple(target.tokenizer.encode(turn)) for turn in turns}
 
 
 def test_too_few_different_turns_are_refused(tmp_path, target):
@@ -168,21 +179,21 @@ def test_too_few_different_turns_are_refused(tmp_path, target):
 
 
 @pytest.mark.parametrize("short", [0, 3])
-def test_rows_that_are_longer_than_the_context_are_counted(target, tmp_path, short):
-    """Left out with a warning; if too few are left, the error says so."""
+def test_rows_longer_than_the_context_are_left_out_with_a_warning(target, tmp_path, short):
+    """It tells their number; if too few rows are left, an error does."""
     data = tmp_path / "rows.jsonl"
     texts = [f"{i} " + "a lot of dogs " * 900 for i in range(4)]
     texts += [f"{i} quick brown foxes" for i in range(short)]
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     recipe = Recipe(data=data, keep_answers=True)
-    said = rf"4 of {4 + short} rows are longer than the context of .* \(8,192 tokens\)"
+    message = rf"4 of {4 + short} rows are longer than the context of .* \(8,192 tokens\)"
     if not short:
-        with pytest.raises(DataError, match=f"fewer than two samples.*{said}"):
+        with pytest.raises(DataError, match=f"fewer than two samples.*{message}"):
             collect_samples(
                 target, work=tmp_path, recipe=recipe, turns=(), listen=lambda event: None
             )
         return
-    with pytest.warns(UserWarning, match=f"{said} and are left out"):
+    with pytest.warns(UserWarning, match=f"{message} and are left out"):
         samples = collect_samples(
             target, work=tmp_path, recipe=recipe, turns=(), listen=lambda event: None
         )

@@ -1,4 +1,4 @@
-"""The block mask: what a block may see, checked without the code that builds the mask."""
+"""Blocks of a training batch: their mask, and the losses of the selector, from definitions."""
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +32,7 @@ def make_drafter(**changes: object) -> DFlash:
         "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
     }
     drafter = new_drafter(DraftConfig.from_dict({**config, **changes}), seed=0)
-    if isinstance(drafter, DFlash2):  # whose convolutions and selector start without an effect
+    if isinstance(drafter, DFlash2):  # its new convolutions and selector have no effect
         mx.random.seed(3)
         parts = ("_conv.", "codebook")
         for name, weight in tree_flatten(drafter.parameters()):
@@ -73,7 +73,7 @@ def random_inputs(rows: int = 2) -> tuple[mx.array, mx.array, mx.array]:
     return embeddings, mx.random.normal((rows, LENGTH, 32)), anchors
 
 
-def test_blocks_together_equal_the_network_block_by_block(drafter):
+def test_blocks_of_a_batch_have_the_hidden_states_of_each_block_alone(drafter):
     embeddings, taps, anchors = random_inputs()
     together = draft_hidden(drafter, embeddings=embeddings, taps=taps, anchors=anchors)
     for row in range(2):
@@ -85,8 +85,8 @@ def test_blocks_together_equal_the_network_block_by_block(drafter):
             assert mx.allclose(together[block], alone[0], rtol=0, atol=1e-5), (row, anchor)
 
 
-def test_the_selector_learns_to_pick_among_the_candidates():
-    """Entropy and choice of every slot, one at a time, from the selector's definition."""
+def test_the_selectors_loss_and_choices_follow_its_definition():
+    """A slot's loss is the cross-entropy over its candidates, and 0 if the label is not one."""
     drafter = make_drafter(**DFLASH2)
     hidden = mx.random.normal((2, 3, 16))
     logits = mx.random.normal((2, 3, 32))
@@ -99,10 +99,10 @@ def test_the_selector_learns_to_pick_among_the_candidates():
     selector = drafter.candidate_selector
     for row, slot in np.ndindex(2, 3):
         top_five = np.argsort(-np.array(logits[row, slot]))[:5]
-        pull = selector.predecessor_codebook[before[row, slot]]
-        pull = pull * selector.hidden_projection(hidden[row, slot])
-        scores = np.array(logits[row, slot])[top_five]
-        scores = scores + np.array(selector.successor_codebook[mx.array(top_five)] @ pull)
+        predecessor = selector.predecessor_codebook[before[row, slot]]
+        query = predecessor * selector.hidden_projection(hidden[row, slot])
+        pair_scores = np.array(selector.successor_codebook[mx.array(top_five)] @ query)
+        scores = np.array(logits[row, slot])[top_five] + pair_scores
         assert chosen[row, slot].item() == top_five[scores.argmax()]
         label = labels[row, slot].item()
         expected = 0.0
@@ -120,7 +120,7 @@ def test_slot_weights_stop_at_the_first_disagreement():
     decay = np.exp(-np.arange(5) / 4.0)
     agreeing = slot_weights(tokens, tokens, inside, gamma=4.0)
     assert np.allclose(agreeing, decay * [1, 1, 1, 1, 0], atol=1e-6)
-    # The differing slot itself still teaches what the target would say there.
+    # The first slot that differs still counts: its label is the target's choice there.
     assert np.allclose(
         slot_weights(choices, tokens=tokens, inside=inside, gamma=4.0),
         decay * [1, 1, 0, 0, 0],

@@ -1,4 +1,4 @@
-"""The embedded pair's corpus: right answers, and a split that nothing crosses."""
+"""The embedded pair's corpus: answers are right, and held-out prompts are not trained on."""
 
 import json
 import re
@@ -24,35 +24,47 @@ def held_out() -> list[corpus.Conversation]:
 
 
 def operations(text: str) -> set[tuple[int, str, int]]:
-    """Every "a + b", "a - b", "a x b" that a text spells, sums and products in either order."""
-    signs = set()
-    for a, sign, b in re.findall(r"(\d+) ([-+x]) (\d+)", text):
-        pair = (int(a), int(b)) if sign == "-" else tuple(sorted((int(a), int(b))))
-        signs.add((pair[0], sign, pair[1]))
-    return signs
+    """Every "a + b", "a - b" and "a x b" in a text; the numbers of sums and products are sorted."""
+    operations = set()
+    for first, sign, second in re.findall(r"(\d+) ([-+x]) (\d+)", text):
+        a = int(first)
+        b = int(second)
+        if sign != "-" and a > b:
+            a, b = b, a
+        operations.add((a, sign, b))
+    return operations
+
+
+def turns_of(conversations: list[corpus.Conversation]) -> list[problems.Turn]:
+    return [turn for conversation in conversations for turn in conversation.turns]
 
 
 def test_no_held_out_prompt_or_sum_is_trained_on(training, held_out):
-    """Sums are found in the texts, not by the keys that the split was made with."""
-    prompts = {turn.prompt for c in training for turn in c.turns}
-    assert not prompts & {turn.prompt for c in held_out for turn in c.turns if turn.keys}
-    spelled = set().union(*(operations(turn.answer) for c in training for turn in c.turns))
-    for turn in (turn for c in held_out for turn in c.turns if turn.category == "arithmetic"):
-        assert not operations(turn.answer.splitlines()[-1]) & spelled, turn.answer
+    """Sums are searched in the texts, without the keys that the split was made with."""
+    trained_prompts = {turn.prompt for turn in turns_of(training)}
+    trained_operations = set()
+    for turn in turns_of(training):
+        trained_operations |= operations(turn.answer)
+    for turn in turns_of(held_out):
+        if turn.keys:
+            assert turn.prompt not in trained_prompts
+        if turn.category == "arithmetic":
+            last_line = turn.answer.splitlines()[-1]
+            assert not operations(last_line) & trained_operations, turn.answer
 
 
-def test_the_pairs_prompts_are_held_out(training):
+def test_the_prompts_shipped_with_the_pair_are_held_out(training):
     lines = files("dflash_mlx").joinpath("tiny", "prompts.jsonl").read_text().splitlines()
     shipped = [json.loads(line) for line in lines]
     assert shipped == [record(c) for c in corpus.held_out(SUITE_SIZE)]
-    asked = {prompt["prompt"] for prompt in shipped if "prompt" in prompt}
-    assert not asked & {turn.prompt for c in training for turn in c.turns}
+    prompts = {prompt["prompt"] for prompt in shipped if "prompt" in prompt}
+    assert not prompts & {turn.prompt for turn in turns_of(training)}
 
 
 @pytest.mark.parametrize(
     "generator", [problems.addition, problems.subtraction, problems.multiplication]
 )
-def test_arithmetic_is_right(generator):
+def test_answers_to_arithmetic_are_right(generator):
     rng = Random(7)
     signs = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
     for turn in (generator(rng) for _ in range(300)):
@@ -60,10 +72,12 @@ def test_arithmetic_is_right(generator):
             assert signs[sign](int(a), int(b)) == int(result), turn.answer
 
 
-def test_strangers_requests_are_neither_trained_on_nor_measured_by(training, held_out):
-    asked = different_requests()
-    assert len(set(asked)) == len(asked) == OWN_REQUESTS + SCORED
-    assert not set(asked) & {turn.prompt for c in (*training, *held_out) for turn in c.turns}
+def test_the_requests_for_the_drafter_are_in_no_other_set(training, held_out):
+    """Neither in the target's training or held-out prompts, nor in the free questions."""
+    requests = different_requests()
+    assert len(set(requests)) == len(requests) == OWN_REQUESTS + SCORED
+    assert not set(requests) & {turn.prompt for turn in turns_of([*training, *held_out])}
     lines = (Path(__file__).parents[1] / "data" / "free.jsonl").read_text().splitlines()
     free = {strangers.bare(json.loads(line)["question"]) for line in lines}
-    assert len(free) == 30 and not {strangers.bare(text) for text in asked} & free
+    assert len(free) == 30
+    assert not {strangers.bare(text) for text in requests} & free

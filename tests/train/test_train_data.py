@@ -1,6 +1,7 @@
-"""Data files: what is read, where answers lie, and one clear line for what cannot be used."""
+"""Data files for training: their formats, where answers begin and end, and errors of one line."""
 
 import json
+import math
 from pathlib import Path
 from random import Random
 
@@ -50,7 +51,7 @@ def test_answers_of_a_chat_end_with_the_end_of_turn(tokenizer):
     assert tokenizer.decode(list(sample.tokens[:start])).endswith("<|im_start|>assistant\n")
 
 
-def test_a_template_that_rewrites_the_past_keeps_the_last_answer(tokenizer, monkeypatch):
+def test_a_template_that_changes_earlier_answers_leaves_only_the_last_one(tokenizer, monkeypatch):
     template = (
         "{% for m in messages %}{{ m.role }}:"
         "{{ m.content if loop.last or m.role == 'user' else 'gone' }}<|im_end|>{% endfor %}"
@@ -88,7 +89,7 @@ def test_every_format_is_read(tmp_path, tokenizer):
         '{"text": ""}',
     ],
 )
-def test_a_bad_line_is_named(tmp_path, tokenizer, line):
+def test_the_error_for_an_invalid_line_names_file_and_line(tmp_path, tokenizer, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "one two"}\n' + line + "\n")
     with pytest.raises(DataError) as caught:
@@ -98,10 +99,10 @@ def test_a_bad_line_is_named(tmp_path, tokenizer, line):
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
-def test_a_file_that_cannot_be_used_is_named(tmp_path, tokenizer, content):
+def test_the_error_for_a_missing_or_binary_file_names_it(tmp_path, tokenizer, content):
     path = tmp_path / "data.jsonl"
     if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_bytes(content)
     with pytest.raises(DataError, match=r"data\.jsonl"):
         read_samples(path, tokenizer)
 
@@ -110,23 +111,24 @@ def samples(count: int) -> list[Sample]:
     return [Sample(tuple(range(3 + i % 40)), ((1, 3),)) for i in range(count)]
 
 
-def test_batches_hold_one_bucket_and_every_sample():
+def test_batches_contain_every_sample_and_each_has_one_rounded_length():
     batches = group(samples(100), tokens=64, rng=Random(0))
     for batch in batches:
-        lengths = {-(-len(sample.tokens) // 16) for sample in batch}  # in 16 tokens, rounded up
-        assert len(lengths) == 1
-        assert len(batch) == max(1, 64 // (16 * lengths.pop()))
-    assert {id(s) for b in batches for s in b} and sum(map(len, batches)) >= 100
+        [length] = {16 * math.ceil(len(sample.tokens) / 16) for sample in batch}
+        assert len(batch) == max(1, 64 // length)
+    assert sum(len(batch) for batch in batches) >= 100
 
 
-def test_batches_of_many_tokens_have_few_lengths():
+def test_batches_of_many_tokens_are_padded_to_multiples_of_64():
     samples = [Sample((0,) * (3 + i % 400), ((1, 3),)) for i in range(800)]
     for batch in group(samples, tokens=8192, rng=Random(0)):
         shape = AnchorCollator(2, 8192)(batch, Random(0))[0].shape
         assert shape[1] % 64 == 0 and shape[0] == 8192 // shape[1]
 
 
-def test_a_stream_goes_on_where_it_stopped():
+def test_a_stream_of_batches_continues_from_a_saved_position():
+    """Also in a later epoch."""
+
     def stream(position: tuple[int, int] = (0, 0)) -> BatchStream:
         return BatchStream(
             lambda epoch: samples(20 + epoch),
@@ -136,12 +138,12 @@ def test_a_stream_goes_on_where_it_stopped():
             position=position,
         )
 
-    whole = stream()
-    seen = []
+    uninterrupted = stream()
+    batches = []
     positions = []
-    for _ in range(40):  # crosses epochs
-        positions.append(whole.position)
-        seen.append(whole.next())
-    assert positions[-1][0] >= 1
+    for _ in range(40):
+        positions.append(uninterrupted.position)
+        batches.append(uninterrupted.next())
+    assert positions[-1][0] >= 1, "all batches are of the first epoch"
     for i in (1, 7, 25, 39):
-        assert stream(positions[i]).next() == seen[i]
+        assert stream(positions[i]).next() == batches[i]

@@ -1,4 +1,4 @@
-"""The training loop: it learns, it resumes exactly, it stops early; drafters for any target."""
+"""The training loop: it lowers the loss, resumes bit for bit, and returns the best parameters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ SETTINGS = DrafterSettings(steps=8, tokens=64, anchors=3, learning_rate=3e-3, ev
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return tinymodels.target("llama")  # whose head is tied
+    return tinymodels.target("llama")  # its head is tied
 
 
 def sample_texts(epoch: int = 0) -> list[Sample]:
@@ -91,13 +91,13 @@ def train_target(
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_resuming_changes_no_bit(tmp_path, name):
+def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, name):
     checkpoint = tmp_path / "checkpoint.safetensors"
-    whole, _ = train_target(9, make_optimizer(name, 0.01, 9))
-    train_target(5, make_optimizer(name, 0.01, 9), checkpoint, every=5)  # the schedule of all nine
+    uninterrupted, _ = train_target(9, make_optimizer(name, 0.01, 9))
+    train_target(5, make_optimizer(name, 0.01, 9), checkpoint, every=5)
     resumed, reports = train_target(9, make_optimizer(name, 0.01, 9), checkpoint)
     assert [report.step for report in reports] == [6, 7, 8, 9]
-    assert_bitwise_equal(whole, resumed)
+    assert_bitwise_equal(uninterrupted, resumed)
 
 
 def test_an_unreadable_checkpoint_is_not_overwritten(tmp_path):
@@ -108,7 +108,7 @@ def test_an_unreadable_checkpoint_is_not_overwritten(tmp_path):
     assert checkpoint.is_symlink()
 
 
-def test_a_foreign_checkpoint_is_refused(tmp_path, target):
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, target):
     checkpoint = tmp_path / "checkpoint.safetensors"
     train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, every=1)
     with pytest.raises(WeightsError, match="another model"):
@@ -120,25 +120,29 @@ def test_a_foreign_checkpoint_is_refused(tmp_path, target):
 @pytest.mark.parametrize(
     ("family", "config"),
     [("llama", DFLASH2), ("qwen3", DRAFTER)],
-    ids=["DFlash2, a tied head", "DFlash, one of its own"],
+    ids=["DFlash2, a tied head", "DFlash, a separate head"],
 )
-def test_a_drafter_learns_any_target(family, config):
+def test_training_lowers_the_loss_and_does_not_change_the_target(family, config):
     chosen = tinymodels.target(family)
     reports = []
     before = flat(chosen.model.parameters())
     settings = replace(SETTINGS, steps=25, learning_rate=1e-2)
-    # Only the first label counts where a random target disagrees with the text, so learn its own.
-    samples = own_samples(chosen)
+    # Slots after the first disagreement with the target do not count, so learn the target's text.
+    samples = generated_samples(chosen)
     train_drafter(
-        chosen, config=config, samples=lambda e: samples, settings=settings, progress=reports.append
+        chosen,
+        config=config,
+        samples=lambda epoch: samples,
+        settings=settings,
+        progress=reports.append,
     )
     losses = [report.loss for report in reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert_bitwise_equal(before, chosen.model.parameters())
 
 
-def own_samples(target: Target) -> list[Sample]:
-    """Sequences that the target itself generated."""
+def generated_samples(target: Target) -> list[Sample]:
+    """Sequences that the target generated."""
     samples = []
     for prompt in ([5, 6, 7], [8, 9, 20]):
         tokens = generate(target, None, prompt, max_tokens=20).tokens
@@ -146,7 +150,8 @@ def own_samples(target: Target) -> list[Sample]:
     return samples
 
 
-def test_the_best_parameters_are_returned(target):
+def test_the_parameters_with_the_lowest_held_out_loss_are_returned(target):
+    """The learning rate is so high that later steps make the loss worse."""
     reports = []
     settings = replace(SETTINGS, steps=12, learning_rate=5.0, every=1)
     drafter = train_drafter(
@@ -166,7 +171,7 @@ def test_the_best_parameters_are_returned(target):
     assert np.isfinite(float(loss(drafter.parameters(), *arrays)[0]))
 
 
-def test_training_that_diverges_is_ended(target):
+def test_training_that_diverges_ends_with_an_error(target):
     reports = []
     settings = replace(SETTINGS, steps=50, learning_rate=1e30)
     with pytest.raises(SettingsError, match="loss of step [2-9] is nan. Lower --learning-rate"):
@@ -186,18 +191,18 @@ def test_anchors_start_with_the_first_token_of_an_answer():
         for anchor, end in zip(anchors[0].tolist(), ends[0].tolist(), strict=True):
             assert (10 <= anchor < 13 and end == 14) or (20 <= anchor < 29 and end == 30)
         assert len({*anchors[0].tolist()}) == 6
-        # One token of answer, and none after it to learn.
+        # The second sample has a single answer token, so only one anchor.
         assert ends[1].tolist() == [3, 0, 0, 0, 0, 0]
     assert firsts == {(10, 14), (20, 30)}
 
 
 @pytest.mark.parametrize("config", [DRAFTER, DFLASH2, DSPARK], ids=["DFlash", "DFlash2", "DSpark"])
-def test_the_reported_tau_is_that_of_the_loop(target, config):
-    """Anchored at the first token of an answer, tau is what the first round accepts."""
+def test_the_reported_tau_is_the_number_of_tokens_that_decoding_accepts(target, config):
+    """With one anchor at the first token of an answer: tau is that of decoding's first step."""
     drafter = new_drafter(config, seed=4)
-    if config is DSPARK:  # whose head starts without an opinion
+    if config is DSPARK:  # its new Markov head has no effect
         drafter.markov_head.markov_w2.weight = mx.random.normal((target.vocab_size, 8))
-    [sample, _] = own_samples(target)
+    [sample, _] = generated_samples(target)
     arrays = AnchorCollator(1)([sample], Random(0))
     tau = draft_loss(drafter, target, 2.0)(drafter.parameters(), *arrays)[1]
     result = generate(target, drafter, list(sample.tokens[:3]), max_tokens=20)
@@ -210,9 +215,9 @@ SLOW = DrafterSettings(steps=1, tokens=64, anchors=4, learning_rate=1e-9, optimi
 
 
 @pytest.fixture(scope="module")
-def loud() -> Target:
-    """A target whose hidden states are a thousand times as large in one dimension."""
-    model = tinymodels.target(max_position_embeddings=4096)  # no other test has this one
+def uneven_target() -> Target:
+    """A target whose hidden states are a thousand times larger in one dimension."""
+    model = tinymodels.target(max_position_embeddings=4096)  # not shared with other tests
     embedding = model.model.model.embed_tokens
     embedding.weight = embedding.weight * mx.where(
         mx.arange(embedding.weight.shape[1]) == 3, 1e3, 1
@@ -221,61 +226,69 @@ def loud() -> Target:
 
 
 @pytest.fixture(scope="module")
-def loud_config(loud) -> DraftConfig:
+def uneven_config(uneven_target) -> DraftConfig:
     return DraftConfig.from_dict(
-        draft_config(loud, kind="dspark", block_size=4, mask_token=0, layers=1)
+        draft_config(uneven_target, kind="dspark", block_size=4, mask_token=0, layers=1)
     )
 
 
 @pytest.fixture(scope="module")
-def loud_samples(loud) -> list[Sample]:
-    ids = [tuple(loud.tokenizer.encode(line)) for line in LINES]
+def uneven_samples(uneven_target) -> list[Sample]:
+    ids = [tuple(uneven_target.tokenizer.encode(line)) for line in LINES]
     return [Sample(tokens, ((1, len(tokens)),)) for tokens in ids]
 
 
-def test_scales_are_root_mean_squares(loud, loud_config, loud_samples):
-    layers = loud_config.target_layer_ids
-    scales = np.array(tap_scales(loud, layers, loud_samples))
+def test_tap_scales_are_root_mean_squares(uneven_target, uneven_config, uneven_samples):
+    layers = uneven_config.target_layer_ids
+    scales = np.array(tap_scales(uneven_target, layers, uneven_samples))
     values = []
-    for sample in loud_samples:
-        taps = np.array(features(loud, mx.array([sample.tokens]), layers).taps[0], np.float64)
+    for sample in uneven_samples:
+        taps = np.array(
+            features(uneven_target, mx.array([sample.tokens]), layers).taps[0], np.float64
+        )
         values.append(taps[min(SINK_TOKENS, len(taps) - 1) :])
     expected = np.sqrt((np.concatenate(values) ** 2).mean(axis=0))
     np.testing.assert_allclose(scales, expected, rtol=1e-4)
     assert scales.max() > 20 * np.median(scales)
 
 
-def test_training_from_a_drafter_begins_with_its_weights(loud, loud_config, loud_samples):
-    drafter = new_drafter(loud_config, 5)
-    drafter.set_dtype(mx.bfloat16)  # as one is loaded on a GPU
+def test_training_from_a_drafter_starts_with_its_weights_in_float32(
+    uneven_target, uneven_config, uneven_samples
+):
+    drafter = new_drafter(uneven_config, 5)
+    drafter.set_dtype(mx.bfloat16)  # as it is loaded on a GPU
     before = np.array(drafter.fc.weight.astype(mx.float32))
     after = train_drafter(
-        loud, config=loud_config, samples=lambda e: loud_samples, settings=SLOW, start=drafter
+        uneven_target,
+        config=uneven_config,
+        samples=lambda epoch: uneven_samples,
+        settings=SLOW,
+        start=drafter,
     )
     assert {weight.dtype for _, weight in tree_flatten(after.parameters())} == {mx.float32}
     np.testing.assert_allclose(np.array(after.fc.weight), before, rtol=1e-3, atol=1e-6)
 
 
-def test_a_fresh_drafter_learns_from_scaled_taps_and_reads_unscaled_ones(
-    loud, loud_config, loud_samples
+def test_a_new_drafter_is_trained_on_scaled_taps_and_returned_for_unscaled_ones(
+    uneven_target, uneven_config, uneven_samples
 ):
-    seen: list[StepReport] = []
+    reports: list[StepReport] = []
     settings = replace(SLOW, every=1)
-    held_out = loud_samples[:1]
+    held_out = uneven_samples[:1]
     drafter = train_drafter(
-        loud,
-        config=loud_config,
-        samples=lambda e: loud_samples,
+        uneven_target,
+        config=uneven_config,
+        samples=lambda epoch: uneven_samples,
         settings=settings,
         held_out=held_out,
-        progress=seen.append,
+        progress=reports.append,
     )
     columns = mx.sqrt(mx.square(drafter.fc.weight).mean(axis=0))
-    columns *= tap_scales(loud, loud_config.target_layer_ids, loud_samples)
+    columns *= tap_scales(uneven_target, uneven_config.target_layer_ids, uneven_samples)
     assert mx.abs(columns - columns.mean()).max() < 0.5 * columns.mean()
-    # What is returned reads the taps themselves, and is worth what the validation said.
-    arrays = AnchorCollator(settings.anchors)(loud_samples[:1], Random(settings.seed))
-    tokens = common_tokens(loud_samples)
-    loss_of = draft_loss(drafter, loud, loud_config.block_size / 2, tokens=tokens)
+    # On unscaled taps, the returned drafter has the loss that the last report says.
+    arrays = AnchorCollator(settings.anchors)(uneven_samples[:1], Random(settings.seed))
+    tokens = common_tokens(uneven_samples)
+    loss_of = draft_loss(drafter, uneven_target, uneven_config.block_size / 2, tokens=tokens)
     loss = loss_of(drafter.parameters(), *arrays)[0]
-    assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)
+    assert float(loss) == pytest.approx(reports[-1].held_out_loss, rel=1e-3)

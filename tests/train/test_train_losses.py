@@ -1,4 +1,4 @@
-"""Losses against plain numpy; the same values and gradients however the slots are cut up."""
+"""Training losses: compared with numpy, and the same values and gradients computed in parts."""
 
 from random import Random
 
@@ -50,13 +50,13 @@ def draft_config(kind: str = "DFlash", **more: object) -> DraftConfig:
 
 
 def samples(target: Target) -> list[Sample]:
-    """Sequences that the target itself wrote, of different lengths."""
-    drawn = []
+    """Sequences of different lengths that the target generated."""
+    samples = []
     for i, line in enumerate(tinymodels.LINES[:3]):
         prompt = target.tokenizer.encode(line)[: 4 + i]
         answer = tinymodels.greedy(target, prompt, 12 + 3 * i)
-        drawn.append(Sample((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),)))
-    return drawn
+        samples.append(Sample((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),)))
+    return samples
 
 
 @pytest.mark.parametrize("loss_weights", MIXES)
@@ -78,8 +78,8 @@ def test_a_mix_is_the_weighted_sum_of_its_losses(loss_weights):
     assert np.allclose(np.array(loss), expected, atol=1e-5)
 
 
-def test_logits_of_all_slots_are_never_held_together():
-    """The stated bound: parts of 256 KB where all slots together would have 8 MB."""
+def test_the_logits_of_all_slots_are_never_in_memory_together():
+    """They are computed in parts of 256 KB; all together would take 8 MB."""
     mx.random.seed(0)
     count = 500
     width = 8
@@ -104,7 +104,7 @@ def test_logits_of_all_slots_are_never_held_together():
     assert mx.get_peak_memory() - before < 8 * bound < 4 * count * vocabulary
 
 
-def graded(
+def loss_and_gradient(
     target: Target,
     kind: str,
     loss_weights: LossWeights,
@@ -117,32 +117,35 @@ def graded(
         selector = drafter.candidate_selector
         selector.successor_codebook = mx.random.normal(selector.successor_codebook.shape)
     if kind == "DSpark":
-        after = drafter.markov_head.markov_w2
-        after.weight = mx.random.normal(after.weight.shape)
+        successors = drafter.markov_head.markov_w2
+        successors.weight = mx.random.normal(successors.weight.shape)
     arrays = AnchorCollator(5)(samples(target), Random(0))
     loss = draft_loss(drafter, target=target, gamma=2.0, loss_weights=loss_weights, tokens=tokens)
     return mx.value_and_grad(loss)(drafter.trainable_parameters(), *arrays)
 
 
-def assert_close(ours: object, theirs: object) -> None:
-    pairs = zip(tree_flatten(ours), tree_flatten(theirs), strict=True)
-    for (name, a), (other, b) in pairs:
-        assert name == other and mx.allclose(a, b, rtol=1e-3, atol=1e-5), name
+def assert_close(actual: object, expected: object) -> None:
+    actual_arrays = dict(tree_flatten(actual))
+    expected_arrays = dict(tree_flatten(expected))
+    assert actual_arrays.keys() == expected_arrays.keys()
+    for name, array in actual_arrays.items():
+        assert mx.allclose(array, expected_arrays[name], rtol=1e-3, atol=1e-5), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_parts_nor_a_draft_vocabulary_of_all_tokens_change_a_loss(
+def test_a_loss_is_the_same_in_parts_and_with_a_draft_vocabulary_of_all_tokens(
     target, kind, monkeypatch
 ):
-    whole = graded(target, kind, MIXES[-1])
-    every = mx.arange(target.vocab_size)
-    assert_close(whole, graded(target, kind=kind, loss_weights=MIXES[-1], tokens=every))
+    expected = loss_and_gradient(target, kind, MIXES[-1])
+    all_tokens = mx.arange(target.vocab_size)
+    actual = loss_and_gradient(target, kind=kind, loss_weights=MIXES[-1], tokens=all_tokens)
+    assert_close(actual, expected)
     monkeypatch.setattr(losses, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
-    assert_close(whole, graded(target, kind, MIXES[-1]))
+    assert_close(loss_and_gradient(target, kind, MIXES[-1]), expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_features_in_parts_are_those_of_the_whole(family, monkeypatch):
+def test_features_computed_in_parts_are_those_computed_at_once(family, monkeypatch):
     target = tinymodels.target(family)
     mx.random.seed(0)
     tokens = mx.random.randint(0, target.vocab_size, (2, 21))
@@ -155,7 +158,7 @@ def test_features_in_parts_are_those_of_the_whole(family, monkeypatch):
     assert mx.array_equal(whole.taps, taps)
     assert np.array_equal(np.array(whole.choices), p.argmax(axis=-1))
     assert np.allclose(np.sort(np.array(whole.shares)), np.sort(p)[..., -5:], atol=1e-6)
-    named = np.take_along_axis(p, np.array(whole.tops).astype(np.int64), axis=-1)
-    assert np.allclose(named, np.array(whole.shares), atol=1e-6)
+    shares_of_tops = np.take_along_axis(p, np.array(whole.tops).astype(np.int64), axis=-1)
+    assert np.allclose(shares_of_tops, np.array(whole.shares), atol=1e-6)
     assert mx.allclose(parts.taps, taps, atol=1e-4)
     assert mx.array_equal(parts.choices, whole.choices)

@@ -1,12 +1,12 @@
-"""Metal kernels on the CPU: the sources that `mx.fast.metal_kernel` takes, compiled as C++ and run.
+"""Metal kernels on the CPU: sources for `mx.fast.metal_kernel` are compiled as C++ and run.
 
     kernel.py       EmulatedKernel, the stand-in for mx.fast.metal_kernel
-    wrapper.py      the function that MLX writes around a kernel's body, letter for letter; as C++
-    compiler.py     finding a compiler, compiling, keeping what has been compiled
-    strict.py       what a Mac's compiler refuses or makes slow, asked of clang
-    launch.py       the call: buffers with red zones, findings
-    include/        stand-ins for Metal's headers
-    strict/         the same as declarations, with address spaces
+    wrapper.py      the text that MLX writes around a kernel's body, and the same as C++
+    compiler.py     finds a compiler, compiles, and stores the compiled libraries
+    strict.py       checks with clang for code that a Mac's compiler refuses or makes slow
+    launch.py       a launch: buffers with red zones, and the findings
+    include/        replacements for Metal's headers
+    strict/         declarations of the same, with address spaces
     runtime/        fibers for threads, barriers, SIMD-group functions, the checks
     samples.py      a small kernel that the emulator's own tests run
 

@@ -1,4 +1,4 @@
-"""Compiling kernels and the runtime, once each: what has been compiled is kept on disk."""
+"""Compiles kernels and the runtime, once each: the compiled libraries are stored on disk."""
 
 import ctypes
 import hashlib
@@ -23,7 +23,7 @@ _COMMON = (
     "-fvisibility=hidden",
     "-fno-exceptions",
     "-fno-strict-aliasing",
-    "-ffp-contract=off",  # what is one operation in the source is one operation
+    "-ffp-contract=off",  # does not fuse operations
     "-w",
     "-fexcess-precision=16",  # half is rounded after every operation, also between two of them
 )
@@ -31,14 +31,14 @@ _COMMON = (
 _CHECKED = (
     "-Og",  # -O1 and -O2 run a little faster, but take far longer to compile
     "-g1",
-    "-ftrivial-auto-var-init=pattern",  # a variable that nobody sets is not zero by chance
+    "-ftrivial-auto-var-init=pattern",  # a variable that is never set is not zero by chance
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
     "-fsanitize=thread,shift,integer-divide-by-zero",
     "-fsanitize=bounds-strict",  # also of an array that ends a struct, which C lets reach further
     *("--param", "tsan-instrument-func-entry-exit=0"),  # no calls as functions begin
 )
-_OLDEST = 12  # with `_Float16` in C++
+_OLDEST = 12  # the first version with `_Float16` in C++
 
 
 class CompilationError(RuntimeError):
@@ -47,25 +47,26 @@ class CompilationError(RuntimeError):
 
 @cache
 def find_compiler() -> tuple[str, str] | None:
-    """The path of g++, which MLX needs too, and its version; None where kernels cannot run."""
+    """The path and version of g++, which MLX needs as well; None where kernels cannot run."""
     path = shutil.which("g++")
     machine = (platform.system(), platform.machine())
     if path is None or machine not in (("Linux", "x86_64"), ("Linux", "aarch64")):
         return None
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    version = said.splitlines()[0]
-    return (path, version) if int(version.split()[-1].split(".")[0]) >= _OLDEST else None
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    version = output.splitlines()[0]
+    major = int(version.split()[-1].split(".")[0])
+    return (path, version) if major >= _OLDEST else None
 
 
 def _run(command: Sequence[str], text: str | None = None) -> None:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise CompilationError(f"{' '.join(command)}\n{done.stderr[:6000]}")
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
+    if result.returncode:
+        raise CompilationError(f"{' '.join(command)}\n{result.stderr[:6000]}")
 
 
 @cache
 def _digest(*folders: str) -> str:
-    """Of every file in these folders, their names included."""
+    """A hash of the names and contents of all files in the folders."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted((HERE / folder).rglob("*.*")):
@@ -74,7 +75,7 @@ def _digest(*folders: str) -> str:
 
 
 class Build:
-    """Compiles for one mode, keeping everything in `CACHE`."""
+    """Compiles for the checked or the unchecked mode, and stores the libraries in `CACHE`."""
 
     def __init__(self, checked: bool = True):
         compiler = find_compiler()
@@ -88,14 +89,14 @@ class Build:
     def _library(
         self, kind: str, source: str, included: str, options: Sequence[str], linked: Sequence[str]
     ) -> Path:
-        """The shared library of this C++ text, compiled unless it has been before.
+        """The shared library of a C++ text, which is compiled unless it is stored already.
 
-        included: stands for the files that the text includes
-        linked:   other libraries, and options for the linker
+        included: a hash of the files that the text includes
+        linked:   other libraries, and options of the linker
         """
         command = [*self._base, *options]
-        # A runtime is found by name: a kernel of a copied cache would load that of the original by
-        # its path, a second one beside the copied one, which runs the launch.
+        # A kernel finds its runtime by name. By its path, a kernel of a copied cache would load the
+        # original's runtime in addition to the copied one, which runs the launch.
         named = "-Wl,-soname"
         key = "\0".join([self._version, *command, *linked, named, included, source])
         key = key.replace(str(HERE), "").replace(str(self._folder), "")  # a copy has the same
@@ -105,15 +106,15 @@ class Build:
             with TemporaryDirectory(dir=self._folder) as unfinished:
                 compiled, library = (str(Path(unfinished, f"{kind}.{x}")) for x in ("o", "so"))
                 _run([*command, "-c", "-x", "c++", "-", "-o", compiled], text=source)
-                # Without the options, or a sanitizer of the compiler's own would be linked.
+                # Without the options, which would link the compiler's sanitizer libraries.
                 link = [self._base[0], "-shared", compiled, f"{named},{path.name}"]
                 _run([*link, *linked, "-o", library])
-                os.replace(library, path)  # whole or not at all, whoever else is compiling it
+                os.replace(library, path)  # atomic, as another process may compile it as well
         return path
 
     @property
     def runtime(self) -> Path:
-        """The runtime, which all kernels of a mode share."""
+        """The library of the runtime, which all kernels of a mode share."""
         files = sorted((HERE / "runtime").glob("*.cpp"))
         source = "".join(f'#include "{path}"\n' for path in files)  # one unit compiles fastest
         mode = ["-DMETAL_HOST_CHECKED"] if self.checked else []
@@ -126,7 +127,7 @@ class Build:
         )
 
     def kernel(self, source: str) -> Path:
-        """A kernel, linked to the runtime."""
+        """The library of a kernel, linked to the runtime."""
         mode = _CHECKED if self.checked else ("-O1",)
         linked = [str(self.runtime), "-nostdlib", "-lm"]  # linking other libraries doubles the time
         return self._library(
@@ -139,13 +140,15 @@ class Build:
 
 
 def source_line(library: Path, offset: int) -> str:
-    """The kernel's line that the code at this offset of it comes from: `body:12`, or ''."""
+    """The kernel's source line of the code at an offset, such as `body:12`, or ''."""
     tool = shutil.which("addr2line")
     if tool is None or offset == 0:
         return ""
-    command = [tool, "--inlines", "-e", str(library), hex(offset - 1)]  # the call, not what follows
-    done = subprocess.run(command, capture_output=True, text=True)
-    places = re.findall(r"\b((?:header|body):\d+)", done.stdout)  # else a stand-in's own line
+    # The offset is that of the code after a call, so one less is in the call.
+    command = [tool, "--inlines", "-e", str(library), hex(offset - 1)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    # Other lines are of the replacements for Metal's headers.
+    places = re.findall(r"\b((?:header|body):\d+)", result.stdout)
     return places[0] if places else ""
 
 

@@ -1,4 +1,4 @@
-"""The stand-in for `mx.fast.metal_kernel`: same arguments, same results, on the CPU."""
+"""A replacement for `mx.fast.metal_kernel` with the same arguments and results, on the CPU."""
 
 from collections.abc import Sequence
 from math import prod
@@ -11,12 +11,12 @@ from metal_host.compiler import Build
 from metal_host.launch import Memory, launch
 from metal_host.wrapper import Wrapper, program, wrap
 
-_MOST_THREADS = 1024  # of a threadgroup
+_MOST_THREADS = 1024  # in a threadgroup
 _STORAGE = {mx.bfloat16: mx.uint16}  # numpy has no bfloat16
 
 
 def _numpy(array: mx.array) -> np.ndarray:
-    """The array's memory as it lies, without a copy where MLX allows it."""
+    """The array's memory with its layout, without a copy where MLX allows it."""
     return np.array(array.view(_STORAGE.get(array.dtype, array.dtype)), copy=None)
 
 
@@ -25,16 +25,16 @@ def _mlx(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 def _output(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:
-    """What an output holds before the launch: ones in every bit.
+    """An output before the launch, with all bits set.
 
-    That is a NaN, so an element that a kernel forgets does not pass for a zero.
+    That is NaN, so an element that a kernel does not write cannot pass for a zero.
     """
     empty = _numpy(mx.zeros(shape, dtype))
     return np.full(empty.nbytes, 0xFF, np.uint8).view(empty.dtype).reshape(shape)
 
 
 def described(array: np.ndarray, suffix: str) -> np.ndarray:
-    """What a kernel is given as `array`, `array_shape`, `array_strides` or `array_ndim`."""
+    """The array, or its shape, strides or number of dimensions, as the suffix says."""
     if suffix == "_shape":
         return np.array(array.shape, np.int32)
     if suffix == "_strides":
@@ -43,13 +43,13 @@ def described(array: np.ndarray, suffix: str) -> np.ndarray:
 
 
 class EmulatedKernel:
-    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and two more.
+    """A Metal kernel that runs on the CPU, with the arguments of `mx.fast.metal_kernel`.
 
-    checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
-               runtime/checks.cpp knows; a finding raises CheckError
+    checked: find races, accesses out of bounds, uninitialised reads and all else that
+        runtime/checks.cpp looks for; a finding raises CheckError.
 
-    A source is compiled for each set of dtypes that it is called with.
-    Arithmetic is IEEE's, as with MLX's default, the math mode "safe".
+    A source is compiled for each set of dtypes that it is called with. Arithmetic follows IEEE 754,
+    as with MLX's default math mode, "safe".
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EmulatedKernel:
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
-        """Runs the kernel, now and here. Raises CheckError for what it finds."""
+        """Runs the kernel before it returns. Raises CheckError for findings."""
         if min(*grid, *threadgroup) < 1:
             raise ValueError(f"A launch of {grid} threads in groups of {threadgroup}.")
         if prod(threadgroup) > _MOST_THREADS:

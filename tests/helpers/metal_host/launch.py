@@ -1,6 +1,6 @@
-"""One launch: memory in, findings and memory out.
+"""A launch of a compiled kernel over buffers in memory, and its findings.
 
-The structures mirror those of runtime/buffers.h.
+The structures are those of runtime/buffers.h.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import numpy as np
 
 from metal_host.compiler import load, source_line
 
-RED_ZONE = 4096  # bytes before and after every buffer, for accesses that miss it; kRedZone
+RED_ZONE = 4096  # bytes before and after every buffer, where wrong accesses are found; kRedZone
 _WRITABLE = 1
 _INITIALISED = 2
 
@@ -42,7 +42,7 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something a checked launch found: a kind, what it is, the source line, and how often."""
+    """A finding of a checked launch: kind, message, source line, and how often it occurred."""
 
     kind: str
     message: str
@@ -55,7 +55,7 @@ class Finding:
 
 
 class CheckError(RuntimeError):
-    """The kernel did what a Metal kernel must not: `findings` says what, and where."""
+    """A kernel did something that a Metal kernel must not do; see `findings`."""
 
     def __init__(self, kernel: str, findings: Sequence[Finding]):
         super().__init__("\n  ".join([f"{kernel}:", *map(str, findings)]))
@@ -89,7 +89,8 @@ class Memory:
 
 def _findings(runtime: ctypes.CDLL, library: Path) -> list[Finding]:
     runtime.metal_host_findings.restype = ctypes.c_char_p
-    findings: dict[tuple[str, str], Finding] = {}  # a line may be compiled to several accesses
+    # By kind and line, because a line may be compiled to several accesses.
+    findings: dict[tuple[str, str], Finding] = {}
     for line in runtime.metal_host_findings().decode().splitlines():
         kind, offset, count, message = line.split("\t")
         key = kind, source_line(library, int(offset))
@@ -112,9 +113,9 @@ def launch(
     """Runs a compiled kernel over `grid` threads, in place.
 
     memory: a buffer for each parameter of the kernel.
-    groups: which threadgroups run, counted along x, then y, then z; all by default.
+    groups: the threadgroups that run, counted along x, then y, then z; by default all.
 
-    Raises CheckError for what it finds.
+    Raises CheckError for findings.
     """
     host = load(runtime)
     kernel = load(library)

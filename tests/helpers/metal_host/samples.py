@@ -1,4 +1,4 @@
-"""A small kernel to test the emulator with: what a call of it takes, and what it gives."""
+"""A small kernel to test the emulator with, and the arguments of a call."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What a Mac's compiler refuses, asked of clang: kernels read as C++ for OpenCL.
+"""Checks with clang for what a Mac's compiler refuses: kernels are compiled as C++ for OpenCL.
 
 OpenCL has Metal's address spaces as types, and the rule that Metal 4.1 (macOS 27) brought: `this`
 is generic in a member function that does not say which address space its object is in. A generic
@@ -29,14 +29,15 @@ _OPTIONS = (
     "-x clcpp -cl-std=clc++2021 -cl-no-stdinc -target spir64 -w "
     "-ferror-limit=40 -ftemplate-backtrace-limit=1"
 ).split()
-# What of a kernel's LLVM code is a fault: in code as it is written, and after all is inlined.
+# Faults in LLVM code: generic address spaces in unoptimized code, and unknown indices after all is
+# inlined.
 _LLVM = ("-S", "-emit-llvm", "-gline-tables-only", "-o", "-")
 _GENERIC = re.compile(r"^define [^@]*@(.*)\(.*addrspace\(4\).*!dbg (!\d+) ", re.M)
 _INDEXED = re.compile(
     r"((?:getelementptr .*, ptr %|extractelement|insertelement).*), i\d+ %\w+(?:, !dbg (!\d+))?$",
     re.M,
 )
-# No loop is unrolled, or made a call that fills memory, but where a pragma says so.
+# Loops are unrolled only where a pragma says so, and never replaced by a call that fills memory.
 _INLINED = "-O1 -fno-unroll-loops -mllvm -inline-threshold=1000000".split()
 _INLINED += ["-mllvm", "-disable-loop-idiom-all"]
 
@@ -87,9 +88,10 @@ def _prelude() -> str:
 
 
 def _function(wrapper: Wrapper, signature: str, body: str) -> str:
-    """One kernel; its lines are `name:1` and on."""
+    """The text of a kernel, whose lines are reported as `name:1` and so on."""
     text = f'#line 1 "{wrapper.name}"\n{_readable(body)}'
-    if names := shared_names(wrapper.body):
+    names = shared_names(wrapper.body)
+    if names:
         used = " + ".join(f"sizeof({name}_shared)" for name in names)
         limit = f'static_assert({used} <= {THREADGROUP_MEMORY}, "threadgroup memory");'
         text = f"{text[: text.rindex('}')]}{limit}\n}}\n"
@@ -97,7 +99,7 @@ def _function(wrapper: Wrapper, signature: str, body: str) -> str:
 
 
 def units(wrappers: Iterable[Wrapper]) -> Iterator[str]:
-    """The translation units in which clang reads these kernels: one for each header."""
+    """The translation units for these kernels: one for each header."""
     headers: dict[str, dict[str, str]] = {}
     for wrapper in wrappers:
         header, signature, body = sources(wrapper)
@@ -114,7 +116,7 @@ def check_strictly(wrappers: Iterable[Wrapper]) -> None:
 
 
 def faults(wrappers: Iterable[Wrapper]) -> set[str]:
-    """Generic address spaces, and arrays by an index that is not known: the line and the code.
+    """The line and code of generic address spaces, and of array accesses with unknown indices.
 
     Raises CompilationError for kernels that clang refuses.
     """
@@ -128,9 +130,9 @@ def faults(wrappers: Iterable[Wrapper]) -> set[str]:
 
 
 def _read(unit: str, *options: str) -> str:
-    """What clang prints of a unit of `units`. Raises CompilationError."""
+    """The output of clang for a translation unit. Raises CompilationError."""
     command = [*clang(), *_OPTIONS, *options, "-"]
-    done = subprocess.run(command, input=unit, capture_output=True, text=True)
-    if done.returncode:
-        raise CompilationError(f"{' '.join(command)}\n{done.stderr[:6000]}")
-    return done.stdout
+    result = subprocess.run(command, input=unit, capture_output=True, text=True)
+    if result.returncode:
+        raise CompilationError(f"{' '.join(command)}\n{result.stderr[:6000]}")
+    return result.stdout

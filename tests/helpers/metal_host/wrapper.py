@@ -1,8 +1,8 @@
-"""The Metal function that `mx.fast.metal_kernel` writes around the body it is given, also as C++.
+"""The Metal function that `mx.fast.metal_kernel` writes around a body, and the same as C++.
 
-The text is MLX's own, letter for letter (`write_signature` in mlx/backend/common/metal_kernel.cpp
-and its caller), of calls without template arguments; tests/kernels/test_metal_host.py
-compares it with what MLX prints.
+The text is exactly MLX's for calls without template arguments (`write_signature` in
+mlx/backend/common/metal_kernel.cpp and its caller); tests/kernels/test_metal_host.py compares it
+with what MLX prints.
 """
 
 import re
@@ -26,8 +26,8 @@ METAL_NAMES = {
     mx.bfloat16: "bfloat16_t",
 }
 
-# What a body may ask for by name, of what MLX offers what kernels ask for, in the order in which it
-# looks: the type, and the value in terms of `place` (metal_host_thread of include/host/runtime.h).
+# The attributes that our kernels use, of those that MLX offers, in MLX's order: their types, and
+# their values in terms of `place` (metal_host_thread in include/host/runtime.h).
 ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": ("uint", "place->simdgroup"),
     "simdgroups_per_threadgroup": ("uint", "place->simdgroups"),
@@ -39,7 +39,7 @@ ATTRIBUTES = {
     "threads_per_grid": ("uint3", "METAL_HOST_UINT3(grid)"),
 }
 
-# Inputs of fewer elements go to constant memory.
+# Inputs of fewer elements are in constant memory.
 CONSTANT_BELOW = 8
 
 
@@ -47,8 +47,8 @@ CONSTANT_BELOW = 8
 class Parameter:
     """One parameter of the Metal function.
 
-    type:    its type, address space included, as `const device float*`
-    suffix:  what the array's own name is followed by: "", "_shape", "_strides" or "_ndim"
+    type:    its type with the address space, such as `const device float*`
+    suffix:  what follows the array's name: "", "_shape", "_strides" or "_ndim"
     """
 
     array: str
@@ -68,12 +68,12 @@ class Wrapper:
     parameters: tuple[Parameter, ...]
     attributes: tuple[str, ...]
     header: str
-    signature: str  # all up to the opening brace
+    signature: str  # up to the opening brace
     body: str
 
     @property
     def text(self) -> str:
-        """All that MLX compiles, but for its own prelude of utilities."""
+        """The text that MLX compiles, without MLX's prelude of utilities."""
         return self.header + self.signature + self.body
 
 
@@ -161,7 +161,7 @@ _SHARED = re.compile(
 
 
 def _without_comments(text: str) -> str:
-    """Remove the comments, and keep their line breaks, so that line numbers stay."""
+    """Remove comments but not their line breaks, so that line numbers do not change."""
     return _COMMENT.sub(lambda match: "\n" * match.group().count("\n") or " ", text)
 
 
@@ -183,7 +183,7 @@ def shared_names(body: str) -> list[str]:
 
 
 def sources(wrapper: Wrapper) -> tuple[str, str, str]:
-    """Header, signature and body as C++: no comments, the same lines."""
+    """Header, signature and body as C++, without comments and with the same line numbers."""
     return tuple(
         _SHARED.sub(_define_shared, _without_comments(text))
         for text in (wrapper.header, wrapper.signature.replace("[[kernel]] ", ""), wrapper.body)
@@ -191,7 +191,7 @@ def sources(wrapper: Wrapper) -> tuple[str, str, str]:
 
 
 def _source(wrapper: Wrapper) -> str:
-    """The function itself. Header and body both begin at line 1 of what the compiler reports."""
+    """The function. The compiler reports lines of header and body, which both begin at 1."""
     header, signature, body = sources(wrapper)
     return f'{_PRELUDE}#line 1 "header"\n{header}{signature}#line 1 "body"\n{body}'
 
@@ -204,7 +204,7 @@ def _argument(index: int, type_: str) -> str:
 
 
 def program(wrapper: Wrapper) -> str:
-    """C++ with the entry `metal_host_kernel(buffers, place)`, which runs the kernel's one thread.
+    """C++ with the entry `metal_host_kernel(buffers, place)`, which runs one thread of the kernel.
 
     `buffers` holds an address for each parameter, in their order.
     """
