@@ -30,5 +30,5 @@ for model in tiny smollm2; do
 done
 heading "The first start of a machine"
 "$python" scripts/first_start.py --core "$core" --against "$before"
-heading "Random crowds: texts with steps replayed and not"
-taskset -c "$core" "$python" tests/engine/test_random_crowds.py 20000 | tail -1
+heading "Random requests: each text is the one that decoding alone writes"
+taskset -c "$core" "$python" tests/engine/test_random_requests.py 20000 | tail -1
