@@ -85,7 +85,8 @@ class CheckedCommand(TyperCommand):
                 arguments += [value] if equals else []
             else:
                 arguments.append(f"{ALIASES.get(name, name)}{equals}{value}")
-        self._refuse_empty_values(ctx, arguments)
+        if not ctx.resilient_parsing:  # a shell completes a line
+            self._refuse_empty_values(ctx, arguments)
         return super().parse_args(ctx, arguments)
 
     def _refuse_empty_values(self, ctx: Any, arguments: list[str]) -> None:

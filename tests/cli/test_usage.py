@@ -97,6 +97,13 @@ def test_an_empty_value_is_refused(command, parameter):
     assert done.stderr == expected
 
 
+def test_completion_goes_on_after_an_empty_value():
+    """A shell completes a line that is not finished, in which nothing is refused yet."""
+    arguments = ["--model", "", "--draft"]
+    context = Commands()["generate"].make_context("generate", arguments, resilient_parsing=True)
+    assert context.params["model"] == ""
+
+
 def test_an_agent_gets_empty_arguments():
     context = Commands()["launch"].make_context("launch", ["codex", "--", "exec", ""])
     assert [*context.params["arguments"]] == ["exec", ""]
