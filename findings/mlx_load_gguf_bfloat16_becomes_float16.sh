@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Expected: mx.load gives a BF16 tensor of a GGUF file as bfloat16, as it does for safetensors: MLX has that type.
-# Really: it comes as float16. Values above 65504 become inf, and values below 6e-8 become 0, without a word.
+# Really: it comes as float16. Values above 65504 become inf, and values below 3e-8 become 0, without a word.
 # Seen: mlx 0.32.4 (CPU), gguf 0.19.0, Linux, 2026-11-28.
 # Bites: BF16 GGUF files read with mx.load, and comparisons with the same model's safetensors, which differ in dtype.
 set -euo pipefail
