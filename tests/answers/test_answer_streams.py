@@ -13,7 +13,7 @@ from dflash_mlx.stream import TextStream
 
 SCHEMAS = {"get_weather": {"type": "object"}, "now": {}}
 
-FOUND = {
+FAMILY_BY_TEMPLATE = {
     "<｜DSML｜tool_calls>": "deepseek_v4",
     "{% set t = '｜DSML｜' %} {{ '<' + t + 'function_calls>' }}": "deepseek_v32",
     "<｜tool▁call▁begin｜>": "deepseek_v31",
@@ -24,12 +24,12 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("mark", "family"), FOUND.items())
-def test_families_are_told_by_their_templates(mark, family):
-    assert AnswerFormat.of(make_target(template=mark).tokenizer).family.name == family
+@pytest.mark.parametrize(("template", "family"), FAMILY_BY_TEMPLATE.items())
+def test_families_are_recognized_by_their_templates(template, family):
+    assert AnswerFormat.of(make_target(template=template).tokenizer).family.name == family
 
 
-def test_every_parser_of_mlx_lm_is_known():
+def test_every_tool_parser_of_mlx_lm_has_its_family():
     for name in ("json_tools", "qwen3_coder", "glm47", "laguna", "mistral", "kimi_k2", "gemma4"):
         tokenizer = make_target(name).tokenizer
         form = AnswerFormat.of(tokenizer)
@@ -39,8 +39,8 @@ def test_every_parser_of_mlx_lm_is_known():
 
 
 @pytest.mark.parametrize("family", WRITERS)
-def test_markers_count_where_they_are_tokens_of_their_own(family):
-    """A marker spelled in ordinary tokens is plain text: in answers, thoughts and values."""
+def test_a_marker_that_is_spelled_in_ordinary_tokens_is_plain_text(family):
+    """Only control tokens are markers, both in the thought and in the answer."""
     start = KNOWN[family].start
     end = KNOWN[family].end
     markers = [marker for marker in ("<think>", "</think>", start, end) if marker]
@@ -51,30 +51,33 @@ def test_markers_count_where_they_are_tokens_of_their_own(family):
     )
 
     def spelled(text):
-        encode = target.tokenizer.encode
-        return [marker for letter in text for marker in encode(letter, add_special_tokens=False)]
+        """Tokens of single letters."""
+        tokens = []
+        for letter in text:
+            tokens += target.tokenizer.encode(letter, add_special_tokens=False)
+        return tokens
 
-    said = f"<think> and </think>, {start} and {end}."
+    def text_of(parts, kind):
+        return "".join(part.text for part in parts if isinstance(part, kind))
+
+    answer = f"<think> and </think>, {start} and {end}."
+    tokens = [*spelled("The tag </think>.\n"), ids["</think>"], *spelled(f"\n{answer}")]
     for width in (1, 99):
         parser = AnswerParser(form, SCHEMAS, True, detokenizer=target.tokenizer.detokenizer)
-        shown = target.tokenizer.detokenizer
-        tokens = [*spelled("The tag </think>.\n"), ids["</think>"], *spelled(f"\n{said}")]
+        detokenizer = target.tokenizer.detokenizer
         parts = []
         for first in range(0, len(tokens), width):
-            some = tokens[first : first + width]
-            for token in some:
-                shown.add_token(token)
-            parts += parser.feed(shown.last_segment, some)
+            step = tokens[first : first + width]
+            for token in step:
+                detokenizer.add_token(token)
+            parts += parser.feed(detokenizer.last_segment, step)
         parts += parser.finish(False)
-        texts = ["".join(part.text for part in parts if isinstance(part, kind)) for kind in KINDS]
-        assert texts == ["The tag </think>.", said]
-
-
-KINDS = (Reasoning, Text)
+        assert text_of(parts, Reasoning) == "The tag </think>."
+        assert text_of(parts, Text) == answer
 
 
 @pytest.mark.parametrize("width", [1, 1000])
-def test_thoughts_and_newlines_beside_markers(width):
+def test_newlines_next_to_the_markers_of_thoughts_and_calls_are_dropped(width):
     def parts_of(text, reasoning=True):
         return read(
             form_of("json_tools"),
@@ -96,8 +99,8 @@ def test_thoughts_and_newlines_beside_markers(width):
 
 
 @pytest.mark.parametrize("width", [1, 99])
-def test_stop_strings_look_at_the_answer(width):
-    """Not at thoughts, nor at calls."""
+def test_stop_strings_in_thoughts_and_calls_do_not_end_the_answer(width):
+    """The stop string "4S" must not be found across the end of a call or a thought either."""
     target = make_target(thinking="<think>")
     form = AnswerFormat.of(target.tokenizer)
     detokenizer = target.tokenizer.detokenizer
@@ -112,24 +115,25 @@ def test_stop_strings_look_at_the_answer(width):
     before = 'Stop 4</think>Hi. <tool_call>{"name": "f", "arguments": {"a": "Stop"}}</tool_call> 4'
     tokens = target.tokenizer.encode(before + "Stop there", add_special_tokens=False)
     pieces = [stream.add(tokens[start : start + width]) for start in range(0, len(tokens), width)]
+    # The answer ends with "4Stop", which has both stop strings; the first begins at the 4.
     assert "".join(piece.text for piece in pieces) == before[:-1]
     assert stream.finish_reason == "stop"
 
 
-SPOKEN = {
+THOUGHTS = {
     "json_tools": "<think>Hm.\n</think>",
     "harmony": "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant"
     "<|channel|>final<|message|>",
 }
 
 
-@pytest.mark.parametrize("family", SPOKEN)
-@pytest.mark.parametrize("between", ["\n", "\n\n"])
+@pytest.mark.parametrize("family", THOUGHTS)
+@pytest.mark.parametrize("newlines", ["\n", "\n\n"])
 @pytest.mark.parametrize("width", [1, 2, 5, 999])
-def test_newlines_dropped_after_a_marker_trigger_no_stop_string(family, between, width):
-    """Newlines after a marker are dropped, whatever tokens they come in."""
+def test_newlines_dropped_after_a_marker_trigger_no_stop_string(family, newlines, width):
+    """Here a newline is the stop string. The first one of the answer comes after "One line."."""
     form = form_of(family)
-    text = f"{SPOKEN[family]}{between}One line.\nMore."
+    text = f"{THOUGHTS[family]}{newlines}One line.\nMore."
     pieces = [text[start : start + width] for start in range(0, len(text), width)]
     detokenizer = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
     parser = AnswerParser(form, {})
@@ -138,8 +142,10 @@ def test_newlines_dropped_after_a_marker_trigger_no_stop_string(family, between,
         detokenizer, eos_ids=[], stop=("\n",), max_tokens=999, stop_applies=parser.answer_length
     )
     parts = []
-    for token, detokenizer.last_segment in enumerate(pieces):
-        parts += reader.feed(stream.add([token]).text) if stream.finish_reason is None else []
+    for token, piece in enumerate(pieces):
+        detokenizer.last_segment = piece
+        if stream.finish_reason is None:
+            parts += reader.feed(stream.add([token]).text)
     parts += reader.finish(False)
     assert merge_texts(parts) == [Reasoning("Hm."), Text("One line.")]
 
@@ -152,7 +158,7 @@ HARMONY = (
 
 
 @pytest.mark.parametrize("width", [1, 3, 1000])
-def test_channels_of_gpt_oss(width):
+def test_channels_of_gpt_oss_are_thoughts_texts_and_calls(width):
     def parts_of(text, **more):
         return read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width, **more)
 
@@ -160,16 +166,23 @@ def test_channels_of_gpt_oss(width):
     parts = [Reasoning("Let me see."), Text("One moment."), call]
     assert parts_of(HARMONY) == parts
     assert parts_of("<|channel|>final<|message|>Warm.") == [Text("Warm.")]
-    again = f"{HARMONY}<|call|><|start|>assistant{HARMONY}"
-    assert parts_of(again) == parts * 2 and parts_of(again, parallel=False) == [*parts, *parts[:2]]
-    first = HARMONY.replace("commentary to=functions.get_weather ", "commentary")
-    assert parts_of(" to=get_weather" + first.rpartition("assistant")[2]) == [call]
-    for wrong in (parts_of(HARMONY[:-2]), parts_of(HARMONY, truncated=True)):
-        assert isinstance(wrong[-1], Text) and '{"city": "Rome' in wrong[-1].text
+    twice = f"{HARMONY}<|call|><|start|>assistant{HARMONY}"
+    assert parts_of(twice) == parts * 2
+    assert parts_of(twice, parallel=False) == [
+        *parts,
+        Reasoning("Let me see."),
+        Text("One moment."),
+    ]
+    # The recipient may stand before the channel.
+    recipient_first = HARMONY.replace("commentary to=functions.get_weather ", "commentary")
+    assert parts_of(" to=get_weather" + recipient_first.rpartition("assistant")[2]) == [call]
+    # A call that is cut off is text.
+    for parts in (parts_of(HARMONY[:-2]), parts_of(HARMONY, truncated=True)):
+        assert isinstance(parts[-1], Text) and '{"city": "Rome' in parts[-1].text
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "shown"),
     [
         ("It is four.", "It is four."),
         ("<|channel|>It is four.", "It is four."),
@@ -180,7 +193,7 @@ def test_channels_of_gpt_oss(width):
         ("<|channel|>analysis", ""),
     ],
 )
-def test_words_without_a_channel_are_text(text, said):
+def test_words_outside_the_channels_of_gpt_oss_are_text(text, shown):
     for width in (1, 1000):
         parts = read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width)
-        assert "".join(part.text for part in parts).split() == said.split()
+        assert "".join(part.text for part in parts).split() == shown.split()

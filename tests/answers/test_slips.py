@@ -1,7 +1,7 @@
 """Calls in which a model has dropped or changed a small part of the syntax, in every family.
 
-Each slip is a function of what was written right; the call is the same. Models are known for all of
-them, in long contexts above all.
+Each slip is a function (family, text) that changes a correct call. The call must be recognized
+nevertheless. Models make all of these mistakes, mostly in long contexts.
 """
 
 import re
@@ -20,64 +20,87 @@ CALL = ("edit", ARGUMENTS)
 
 
 def end_of(family):
-    """The text after a value."""
+    """The markup that ends a value."""
     return KNOWN[family].calls.value_end.strip()
 
 
 def tag_of(family, key="path"):
-    """The tag of an argument, up to its value."""
+    """The beginning of an argument's tag, up to and including its name."""
     return KNOWN[family].calls.key.split("{key}")[0] + key
 
 
 def without_end(number):
-    """A slip: the end of a value is missing."""
+    """A slip: the end of the value with this number is missing."""
 
     def slip(family, text):
         end = end_of(family)
-        parts = text.split(end_of(family))
-        kept = [end] * (len(parts) - 1)
-        kept[number] = ""
-        return "".join(part + then for part, then in zip(parts, [*kept, ""], strict=True))
+        parts = text.split(end)
+        before = end.join(parts[: number + 1])
+        after = end.join(parts[number + 1 :])
+        return before + after
 
     return slip
 
 
 def changed_ends(change):
-    """A slip: values end with other tags."""
+    """A slip: values end with other tags, which `change` makes of (end, key)."""
 
     def slip(family, text):
-        ends = iter(ARGUMENTS)
-        return re.sub(re.escape(end_of(family)), lambda end: change(end[0], next(ends)), text)
+        keys = iter(ARGUMENTS)
+
+        def changed(match):
+            return change(match[0], next(keys))
+
+        return re.sub(re.escape(end_of(family)), changed, text)
 
     return slip
 
 
+def without_ends(family, text):
+    """A slip: the ends of all values are missing."""
+    return text.replace(end_of(family), "")
+
+
 def without_tail(family, text):
-    return text.replace(KNOWN[family].calls.tail.strip() or "\0", "")
+    """A slip: the end of the call is missing, if the family has one."""
+    tail = KNOWN[family].calls.tail.strip()
+    return text.replace(tail, "") if tail else text
 
 
-def with_head_that_ends(family, text):
+def without_ends_and_tail(family, text):
+    return without_tail(family, without_ends(family, text))
+
+
+def nested_arguments(family, text):
+    """A slip: both values end after the second."""
+    end = end_of(family)
+    return without_end(0)(family, text).replace(end, end * 2)
+
+
+def with_unfinished_key_tag(family, text):
+    """A slip: the first argument's tag has no closing bracket."""
+    return re.sub(rf"({tag_of(family)}[^>]*)>\n?", r"\1\n", text, count=1)
+
+
+def with_self_closing_head(family, text):
+    """A slip: the call's first tag closes itself."""
     head = KNOWN[family].calls.head.strip().replace("{name}", "edit")
     return text.replace(head, re.sub(">$", "/>", head))
 
 
 TAG_SLIPS = {
-    "the call's tag ends itself": with_head_that_ends,
+    "the call's tag ends itself": with_self_closing_head,
     "the first end is missing": without_end(0),
     "the last end is missing": without_end(1),
-    "both are missing": lambda family, text: text.replace(end_of(family), ""),
-    "all are missing": lambda family, text: without_tail(family, text.replace(end_of(family), "")),
+    "both are missing": without_ends,
+    "all are missing": without_ends_and_tail,
     "the call's end is missing": without_tail,
     "ends end themselves": changed_ends(lambda end, key: end.replace(">", "/>")),
     "ends have the key's name": changed_ends(lambda end, key: f"</{key}>"),
     "the end tags of another family": changed_ends(lambda end, key: "</value>"),
     "ends are not ended": changed_ends(lambda end, key: end[:-1] + "\n"),
-    "arguments are nested": lambda family, text: without_end(0)(family, text).replace(
-        end_of(family), end_of(family) * 2
-    ),
-    "a key's tag is not ended": lambda family, text: re.sub(
-        rf"({tag_of(family)}[^>]*)>\n?", r"\1\n", text, count=1
-    ),
+    "arguments are nested": nested_arguments,
+    "a key's tag is not ended": with_unfinished_key_tag,
 }
 
 
@@ -107,23 +130,32 @@ JSON_SLIPS = {
 
 KIMI = "<|tool_call_%s|>"
 DEEPSEEK = "<｜tool▁call▁%s｜>"
-MISSING = [
-    *(("kimi_k2", KIMI % marker) for marker in ("begin", "argument_begin", "end")),
-    *(("kimi_k2", marker) for marker in ("functions.", ":0")),
-    *(("deepseek_v3", DEEPSEEK % part) for part in ("begin", "end")),
-    *(("deepseek_v31", DEEPSEEK % part) for part in ("begin", "end")),
-    *(("deepseek_v3", marker) for marker in ("```json\n", "\n```<")),
-    ("mistral", "[ARGS]"),
-    ("minimax_m2", '"'),
-    *(("glm47", marker) for marker in ("</arg_key>", "<arg_value>")),
-    *(("qwen3_coder", marker) for marker in ("<tool_call>\n", "</tool_call>")),
-    ("llama3", "<|python_tag|>"),
-]
+# Parts of the syntax that may be missing.
+OPTIONAL_PARTS = {
+    "kimi_k2": [
+        KIMI % "begin",
+        KIMI % "argument_begin",
+        KIMI % "end",
+        "functions.",
+        ":0",
+    ],
+    "deepseek_v3": [DEEPSEEK % "begin", DEEPSEEK % "end", "```json\n", "\n```<"],
+    "deepseek_v31": [DEEPSEEK % "begin", DEEPSEEK % "end"],
+    "mistral": ["[ARGS]"],
+    "minimax_m2": ['"'],
+    "glm47": ["</arg_key>", "<arg_value>"],
+    "qwen3_coder": ["<tool_call>\n", "</tool_call>"],
+    "llama3": ["<|python_tag|>"],
+}
 
 
 def without(part):
-    """A slip: a part of the syntax is missing."""
-    return lambda family, text: text.replace(part, part[-1] * (part[-1] == "<"))
+    """A slip: a part of the syntax is missing. A "<" at its end begins the next part, and stays."""
+
+    def slip(family, text):
+        return text.replace(part, "<" if part.endswith("<") else "")
+
+    return slip
 
 
 def misnamed(family, text):
@@ -133,10 +165,12 @@ def misnamed(family, text):
     return text.replace(calls.head.strip().replace("{name}", "edit"), tag.strip())
 
 
+# Each slip as (family, its name, the function).
 SLIPS = [(family, "a tag is another", misnamed) for family in TAGGED if family != "glm47"]
 SLIPS += [(family, name, slip) for family in TAGGED for name, slip in TAG_SLIPS.items()]
 SLIPS += [(family, name, slip) for family in JSON for name, slip in JSON_SLIPS.items()]
-SLIPS += [(family, f"{part} is missing", without(part)) for family, part in MISSING]
+for family, parts in OPTIONAL_PARTS.items():
+    SLIPS += [(family, f"{part} is missing", without(part)) for part in parts]
 SLIPS += [(family, "unknown end tags", changed_ends(lambda end, key: "</x>")) for family in TAGGED]
 SLIPS.remove(("nemotron", "it is in a block of code", JSON_SLIPS["it is in a block of code"]))
 SLIPS += [("harmony", name, JSON_SLIPS[name]) for name in list(JSON_SLIPS)[:7]]
@@ -150,26 +184,23 @@ SLIPS += [
     ("family", "name", "slip"), SLIPS, ids=[f"{family}-{name}" for family, name, _ in SLIPS]
 )
 @pytest.mark.parametrize("width", [1, 1000])
-def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
-    call = ("edit", ARGUMENTS | {"old": 'if x < 1:\n    say "b"1'}) if "escaped" in name else CALL
-    right = written(family, *CALL)
-    text = slip(family, right)
-    if "line breaks" in name:
-        call = CALL
+def test_a_call_with_a_slip_is_recognized(family, name, slip, width):
+    call = CALL
+    if name == "quotes are not escaped":  # this slip changes the value as well
+        call = ("edit", ARGUMENTS | {"old": 'if x < 1:\n    say "b"1'})
+    text = slip(family, written(family, *CALL))
     assert read(form_of(family), schemas=SCHEMAS, text=text, width=width) == [call]
-    if KNOWN[family].end and family != "harmony":  # the next call is not a part of it
-        after = "read", {"file": "b"}
-        parts = read(
-            form_of(family), schemas=SCHEMAS, text=text + written(family, *after), width=width
-        )
-        assert parts == [call, after]
+    if KNOWN[family].end and family != "harmony":  # a second call does not become part of it
+        second = ("read", {"file": "b"})
+        text += written(family, *second)
+        parts = read(form_of(family), schemas=SCHEMAS, text=text, width=width)
+        assert parts == [call, second]
 
 
 @pytest.mark.parametrize(
     "family", [marker for marker in WRITERS if KNOWN[marker].end and marker != "harmony"]
 )
-def test_markers_too_few_and_too_many(family):
-    """Between two calls, or after one."""
+def test_missing_and_repeated_markers_between_calls_do_not_matter(family):
     start = KNOWN[family].start
     end = KNOWN[family].end
     first = written(family, *CALL)
@@ -182,11 +213,10 @@ def test_markers_too_few_and_too_many(family):
 
 @pytest.mark.parametrize("family", TAGGED)
 @pytest.mark.parametrize("width", [1, 1000])
-def test_a_value_that_quotes_a_call_is_whole(family, width):
-    """Also one with the tool's own arguments, as an agent writes them about its own syntax."""
+def test_a_value_that_quotes_a_call_stays_whole(family, width):
+    """An agent may edit a file about the syntax of calls. It may quote the same tool's."""
     quoted = written(family, *CALL)
     for value in (quoted, f"First:\n{quoted}\n{quoted}\nand so on.", f"{end_of(family)} ends it."):
         call = ("edit", {"path": "a.py", "old": value, "new": value})
-        assert read(form_of(family), schemas=SCHEMAS, text=written(family, *call), width=width) == [
-            call
-        ]
+        text = written(family, *call)
+        assert read(form_of(family), schemas=SCHEMAS, text=text, width=width) == [call]

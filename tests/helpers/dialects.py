@@ -3,7 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
-from serving import frames
+from serving import frames, post
 
 SCHEMA = {
     "type": "object",
@@ -32,6 +32,16 @@ def ask(path: str, *items: Any, **more: Any) -> dict[str, Any]:
         prompt = HI if name == "messages" else "Hi"
     limit = {"max_tokens": 9} if path == MESSAGES else {}
     return {"model": "m", name: prompt, **limit, **more}
+
+
+def post_ok(engine: Any, path: str, fields: dict[str, Any], **defaults: Any) -> Any:
+    """Post a request with these fields, check that it is answered, and return the response.
+
+    The server's default settings are `defaults`.
+    """
+    answer = post(engine, path, ask(path) | fields, defaults=defaults)
+    assert answer.status_code == 200, answer.text
+    return answer
 
 
 def joined(*parts: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What tests of the server share. `serving` imports MLX, whose BLAS is chosen after this file."""
+"""Fixtures of the server's tests.
+
+They import `serving` late, because it imports MLX, and the BLAS is chosen after this file is read.
+"""
 
 import pytest
 
@@ -13,7 +16,7 @@ def target():
 
 @pytest.fixture
 def engine(target):
-    """An engine that says hello, and keeps what it is asked."""
+    """A fake engine that answers "Hello world" and records its requests."""
     from serving import FakeEngine
 
     return FakeEngine(target)
@@ -30,5 +33,5 @@ def server(target):
 
 @pytest.fixture(scope="session")
 def anyio_backend():
-    """What runs tests that are coroutines."""
+    """The event loop that runs coroutine tests."""
     return "asyncio"

@@ -1,7 +1,7 @@
-"""The coding agents that people have, from npm, through `dflash-mlx launch`: two turns each.
+"""Real coding agents from npm, started by `dflash-mlx launch`: two turns each.
 
-The model is fake: it looks at an image, reads the prompt after it for `SECONDS`, writes a call of
-the agent's shell for as long, and answers. Templates, APIs, sockets and agents are real.
+Only the model is fake. It looks at an image, takes `SECONDS` to read the next prompt and as long to
+write a call of the agent's shell, and then answers.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from dflash_mlx.cli.launch import NPM_PACKAGES, Agent
 
 pytestmark = pytest.mark.anyio
 
-SECONDS = 20  # more than Codex waits for an event here; four of these are in a test
+SECONDS = 20  # more than Codex waits for an event in these tests; each test takes four times this
 SECRET = "4711"
 PICTURE = "picture.png"
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
     "gg=="
 )
-SHELLS = {  # of each agent: its name, and what it is to run
+SHELLS = {  # each agent's shell tool, and the arguments of its call
     "Bash": {"command": f"echo {SECRET}"},
     "exec_command": {"cmd": f"echo {SECRET}"},
     "bash": {"command": f"echo {SECRET}", "description": "Say a number"},
 }
 VIEWERS = {"Read": "file_path", "view_image": "path", "read": "filePath"}
 CODEX = ["exec", "-cmodel_providers.dflash.stream_idle_timeout_ms=15000"]
-COMMANDS = {  # of each agent: the arguments of a first turn, and of a later one
+COMMANDS = {  # each agent's arguments for the first turn, and for a later one
     "claude": (["-p", "--allowedTools", "Bash,Read", "--"], ["-c", "-p"]),
     "codex": (
         [*CODEX, "--skip-git-repo-check"],
@@ -46,7 +46,7 @@ COMMANDS = {  # of each agent: the arguments of a first turn, and of a later one
 
 
 class SlowJob(FakeJob):
-    """Begins after `SECONDS`, and takes as long for its text."""
+    """An answer that begins after `SECONDS` and takes as long for its text."""
 
     async def __aiter__(self):
         await asyncio.sleep(SECONDS)
@@ -61,10 +61,13 @@ class SlowEngine(FakeEngine):
     def submit(self, prompt, **settings):
         text = self.target.tokenizer.decode(prompt)
         turn = text.rpartition("say hello")[2]
-        shell, viewer = (
-            next((name for name in names if f'"name": "{name}"' in text), None)
-            for names in (SHELLS, VIEWERS)
-        )
+
+        def offered(tools):
+            """The tool of these that the prompt offers, or None."""
+            return next((name for name in tools if f'"name": "{name}"' in text), None)
+
+        shell = offered(SHELLS)
+        viewer = offered(VIEWERS)
         call = None
         if viewer and f"[{viewer} " not in turn:
             call = {"name": viewer, "arguments": {VIEWERS[viewer]: self.picture}}
@@ -81,7 +84,7 @@ class SlowEngine(FakeEngine):
 
 
 async def run(agent, port, arguments, folder):
-    """The exit code, the output and the messages of an agent."""
+    """Launch an agent; return its exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dflash_mlx", "launch", agent, "--port", str(port), "--"),
         *arguments,
@@ -94,11 +97,11 @@ async def run(agent, port, arguments, folder):
     )
     try:
         async with asyncio.timeout(600):
-            said, told = await process.communicate()
+            stdout, stderr = await process.communicate()
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the agent, which launch has started
-    return process.returncode, said.decode(), told.decode()
+            os.killpg(process.pid, signal.SIGKILL)  # and the agent, which runs in its group
+    return process.returncode, stdout.decode(), stderr.decode()
 
 
 @pytest.mark.agents
@@ -112,13 +115,14 @@ async def test_an_agent_completes_both_turns_with_a_slow_model(agent, tmp_path):
     engine.picture = str(tmp_path / PICTURE)
     async with running(engine) as server:
         for arguments in COMMANDS[agent]:
-            code, said, told = await run(
+            code, stdout, stderr = await run(
                 agent, port=server.port, arguments=[*arguments, "say hello"], folder=tmp_path
             )
-            assert code == 0, told
-            assert f"Done: hello {SECRET}." in said, told
-            # Codex and opencode are told that the model sees no images.
-            assert "this model reads text only" in engine.prompt() or agent != "claude"
+            assert code == 0, stderr
+            assert f"Done: hello {SECRET}." in stdout, stderr
+            # Launch tells Codex and opencode that the model sees no images, so they send none.
+            if agent == "claude":
+                assert "this model reads text only" in engine.prompt()
 
 
 TEXT = """\
@@ -134,7 +138,7 @@ TEXT = """\
 """
 OLD = "\t    return"
 NEW = "\t    # </tool_call>\n\t    return"
-EDITS = {  # of each agent: the calls that write the file and change it
+EDITS = {  # each agent's calls that write the file and change it
     "claude": [
         ("Write", lambda path: {"file_path": path, "content": TEXT}),
         ("Edit", lambda path: {"file_path": path, "old_string": OLD, "new_string": NEW}),
@@ -163,8 +167,8 @@ def _patch(kind, lines):
     return "\n".join(["apply_patch <<'THE_END'", *patch, "THE_END"])
 
 
-class Editor(FakeEngine):
-    """Makes the agent's edits, one after the other."""
+class EditingEngine(FakeEngine):
+    """Calls the tools for the agent's edits, one after the other."""
 
     def submit(self, prompt, **settings):
         turn = self.target.tokenizer.decode(prompt).rpartition("say hello")[2]
@@ -186,16 +190,16 @@ def test_an_agent_writes_the_file_that_was_meant(agent, family, tmp_path):
         pytest.skip(f"{agent} is not installed: npm install -g {NPM_PACKAGES[Agent(agent)]}")
 
     async def turn():
-        engine = Editor(make_target(family))
+        engine = EditingEngine(make_target(family))
         engine.edits = EDITS[agent]
         engine.family = family
         engine.file = str(tmp_path / "file.md")
         async with running(engine) as server:
             command = [*ALLOWED[agent], "say hello"]
-            code, said, told = await run(
+            code, stdout, stderr = await run(
                 agent, port=server.port, arguments=command, folder=tmp_path
             )
-            assert code == 0 and "Done." in said, (said, told, engine.prompt()[-2000:])
+            assert code == 0 and "Done." in stdout, (stdout, stderr, engine.prompt()[-2000:])
 
     asyncio.run(turn())
     assert (tmp_path / "file.md").read_text() == TEXT.replace(OLD, NEW)

@@ -1,6 +1,6 @@
-"""What all APIs do alike: answers whole and streamed, conversations with tools, images, errors.
+"""What all APIs have in common: whole and streamed answers, tools, images, errors.
 
-The templates in data/templates are written after the published ones, with what they demand.
+The templates in data/templates make the same demands as the published ones.
 """
 
 import asyncio
@@ -45,19 +45,27 @@ def thinking():
 @each_api
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_stream_adds_up_to_the_whole_answer(api, truncated, thinking):
-    steps = ["Hm", ".\n</think>", "\n\nYe", "s."] + [CALL] * (not truncated)
+    """The answer is a thought, a text and a call, or is truncated before the call."""
+    steps = ["Hm", ".\n</think>", "\n\nYe", "s."]
+    expected_calls = []
+    if not truncated:
+        steps.append(CALL)
+        expected_calls = [("write", {"path": "a"})]
     engine = FakeEngine(thinking, steps, reason="length" if truncated else "stop", cached=3)
     with client(engine) as server:
-        whole, streamed = (api("Hi").ask(server, is_stream) for is_stream in (False, True))
+        whole = api("Hi").ask(server, False)
+        streamed = api("Hi").ask(server, True)
     for answer in (whole, streamed):
         calls = [(name, json.loads(arguments)) for _, name, arguments in answer.calls]
-        assert calls == [("write", {"path": "a"})] * (not truncated)
+        assert calls == expected_calls
+    # The calls were compared above, because their ids differ.
     assert whole._replace(calls=[]) == streamed._replace(calls=[])
-    reason = (CUT if truncated else STOPPED)[api]
+    reason = CUT[api] if truncated else STOPPED[api]
     assert (whole.thought, whole.text, whole.reason) == ("Hm.", "Yes.", reason)
     prompt, cached, output = whole.tokens
-    said = sum(len(thinking.tokenizer.encode(step, add_special_tokens=False)) for step in steps)
-    assert prompt == len(engine.submitted[0][0]) and output >= said
+    encode = thinking.tokenizer.encode
+    tokens = sum(len(encode(step, add_special_tokens=False)) for step in steps)
+    assert prompt == len(engine.submitted[0][0]) and output >= tokens
     assert cached == (None if api is Ollama else 3)
 
 
@@ -65,7 +73,8 @@ INSTRUCTIONS = {RESPONSES: {"instructions": "Be brief."}, MESSAGES: {"system": "
 
 
 @each_api
-def test_all_turns_reach_a_template_that_knows_no_tools(engine, api, thinking):
+def test_all_turns_reach_a_template_without_tools(engine, api, thinking):
+    """Tools, calls and results are written as text."""
     talk = api("Hi")
     more = INSTRUCTIONS.get(api.path, {})
     if not more:
@@ -79,9 +88,10 @@ def test_all_turns_reach_a_template_that_knows_no_tools(engine, api, thinking):
         talk.ask(server, **more)
     prompt = engine.prompt()
     call = '{"name": "write", "arguments": {"path": "a"}}'  # in words
-    places = ["<|im_start|>system\nYou can call", "Be brief.", "user\nHi", call]
-    places += ["<tool_response>", "42", "Go on."]
-    assert [prompt.index(place) for place in places] == sorted(map(prompt.index, places))
+    parts_in_order = ["<|im_start|>system\nYou can call", "Be brief.", "user\nHi", call]
+    parts_in_order += ["<tool_response>", "42", "Go on."]
+    places = [prompt.index(part) for part in parts_in_order]
+    assert places == sorted(places)
     assert prompt.endswith("<|im_start|>assistant\n")
 
 
@@ -119,6 +129,7 @@ def test_three_turns_of_every_family(family, api, streamed):
     with client(engine) as server:
 
         def turn(text):
+            """One turn, in which the model writes this text in steps of up to 7 characters."""
             engine.steps = re.findall(
                 f"{control_tokens}|(?s:(?:(?!{control_tokens}).){{1,7}})", text
             )
@@ -127,8 +138,10 @@ def test_three_turns_of_every_family(family, api, streamed):
         thought, text, calls = turn(thought_and_calls(family))
         assert (thought, text) == ("Let me see.", "") and "path" in engine.prompt()
         assert [(name, json.loads(arguments)) for _, name, arguments in calls] == CALLS
-        for (id, _, _), said in zip(calls, ("All 17 lines.", "No such folder."), strict=True):
-            talk.result(id, said, said.startswith("No"))
+        first_id = calls[0][0]
+        second_id = calls[1][0]
+        talk.result(first_id, "All 17 lines.", False)
+        talk.result(second_id, "No such folder.", True)
         final = FINAL.get(family, "")
         assert turn(final + "One failed.") == (None, "One failed.", [])
         talk.items.append(user("Go on."))
@@ -158,8 +171,8 @@ def test_the_template_of_deepseek_gets_arguments_as_text():
 
 
 @pytest.mark.parametrize("family", ["mistral", "kimi_k2"])
-def test_results_find_their_calls_whatever_the_ids(family):
-    """Ids of another server, used twice, or unknown."""
+def test_results_are_matched_to_their_calls_whatever_the_ids(family):
+    """Ids may be another server's, used twice, or unknown."""
     function = {"name": "write", "arguments": '{"path": "x"}'}
     call = {"id": "call_0", "type": "function", "function": function}
     result = {"role": "tool", "tool_call_id": "call_0", "content": "one"}
@@ -172,8 +185,9 @@ def test_results_find_their_calls_whatever_the_ids(family):
     with client(engine) as server:
         talk.ask(server)
     ids = [KNOWN[family].call_ids.format(name="write", number=number) for number in range(4)]
-    shown = family == "kimi_k2"  # in addition to the calls
-    assert [engine.prompt().count(id) - shown for id in ids] == [1, 1, 1, 1]
+    # Kimi's template writes an id with the call and with the result, Mistral's only once.
+    expected = 2 if family == "kimi_k2" else 1
+    assert [engine.prompt().count(id) for id in ids] == [expected] * 4
 
 
 @pytest.mark.parametrize(
@@ -213,8 +227,8 @@ IMAGES = {
 }
 
 
-def after_a_result(api, result):
-    """A conversation whose tool returned this."""
+def conversation_with_result(api, result):
+    """A conversation in which a tool returned this."""
     talk = api("Look at it.")
     call = {"id": "t", "name": "view", "arguments": "{}"}
     if api is Chat:  # as opencode sends an image
@@ -232,19 +246,20 @@ def after_a_result(api, result):
 
 
 @pytest.mark.parametrize("api", IMAGES)
-def test_an_image_in_the_history_is_a_line_of_text(engine, api):
+def test_an_image_in_the_history_becomes_a_line_of_text(engine, api):
+    """An image in the newest message is refused."""
     path = api.path
     image = IMAGES[api]
     answer = {"role": "assistant", "content": "No."}
     content = [{"type": "input_text" if api is Responses else "text", "text": "this"}, image]
-    read = after_a_result(api, [image]).items
+    viewed = conversation_with_result(api, [image]).items
     with client(engine) as server:
-        for history in (read, [*read, user("2+2?")], [user(content), answer, user("2+2?")]):
+        for history in (viewed, [*viewed, user("2+2?")], [user(content), answer, user("2+2?")]):
             response = server.post(path, json=ask(path, *history))
             assert response.status_code == 200, response.text
             assert engine.prompt().count("[image: this model reads text only]") == 1
         for newest in ([image], content):
-            response = server.post(path, json=ask(path, *read, user("2+2?"), user(newest)))
+            response = server.post(path, json=ask(path, *viewed, user("2+2?"), user(newest)))
             assert response.status_code == 400 and "'image'" in response.json()["error"]["message"]
 
 
@@ -253,7 +268,7 @@ def test_documents_audio_and_searches_become_a_line_of_text(engine):
     audio = user([{"type": "input_audio", "input_audio": {}}])
     search = {"type": "web_search_call", "id": "w"}
     for path, kind, items in (
-        (MESSAGES, "document", after_a_result(Messages, [pdf]).items),
+        (MESSAGES, "document", conversation_with_result(Messages, [pdf]).items),
         (CHAT, "audio", [audio, {"role": "assistant"}, user("So?")]),
         (RESPONSES, "web_search_call", [user("Search."), search, user("So?")]),
     ):
@@ -262,7 +277,7 @@ def test_documents_audio_and_searches_become_a_line_of_text(engine):
 
 
 class SlowJob(FakeJob):
-    """Begins after two pings of its response."""
+    """An answer that begins after its response has sent two pings."""
 
     pings = 0
 
@@ -288,25 +303,31 @@ PINGS = {
 
 @pytest.mark.parametrize("path", PINGS)
 def test_a_silent_stream_sends_events(engine, path, monkeypatch):
-    """A comment is not an event: Codex, for one, gives up on a stream of comments only."""
+    """Before an answer begins, pings keep the connection alive.
+
+    They are events, not comments: Codex, for example, gives up on a stream of comments only.
+    """
     monkeypatch.setattr(sse, "PING_SECONDS", 0)
     monkeypatch.setattr("serving.FakeJob", SlowJob)
     monkeypatch.setattr(SlowJob, "pings", 0)
     with_pings = sse._with_pings
 
-    def counted(response):
-        def ping(plain=response.ping):
+    def with_counted_pings(response):
+        original_ping = response.ping
+
+        def ping():
             SlowJob.pings += 1
-            return plain()
+            return original_ping()
 
         response.ping = ping
         return with_pings(response)
 
-    monkeypatch.setattr(sse, "_with_pings", counted)
-    plain = post(engine, path, ask(path, stream=True)).text
-    events = frames(plain)
+    monkeypatch.setattr(sse, "_with_pings", with_counted_pings)
+    text = post(engine, path, ask(path, stream=True)).text
+    events = frames(text)
     pings = [event for event in events if PINGS[path](event)]
-    assert len(pings) > 1 and not any(line.startswith(":") for line in plain.splitlines())
+    assert len(pings) > 1
+    assert not any(line.startswith(":") for line in text.splitlines()), "comments"
     if path == RESPONSES:
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
     else:

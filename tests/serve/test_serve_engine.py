@@ -18,27 +18,29 @@ from dflash_mlx.serve.web_app import Endpoints
 pytestmark = pytest.mark.anyio
 
 
-class Faulty(SharedBatch):
-    """A device that lacks memory in each forward with a prompt of `blamed` or more tokens.
+class FaultyBatch(SharedBatch):
+    """A batch whose forwards fail or hang.
 
-    In its `stuck`th forward it waits until it is freed.
+    Args:
+        failing_length: a forward runs out of memory if a prompt has this many tokens or more.
+        hanging_forward: the number of a forward that hangs until `released` is set; 0 for none.
     """
 
-    def __init__(self, target, blamed=10**9, stuck=0):
+    def __init__(self, target, failing_length=10**9, hanging_forward=0):
         super().__init__(target, None)
-        self.blamed = blamed
-        self.stuck = stuck
-        self.count = 0
-        self.waiting = threading.Event()
-        self.freed = threading.Event()
+        self.failing_length = failing_length
+        self.hanging_forward = hanging_forward
+        self.forwards = 0
+        self.hangs = threading.Event()
+        self.released = threading.Event()
 
     def verify(self, turns, tokens=None):
-        self.count += 1
-        if any(turn.request.stats.prompt_tokens >= self.blamed for turn in turns):
+        self.forwards += 1
+        if any(turn.request.stats.prompt_tokens >= self.failing_length for turn in turns):
             raise NotEnoughMemoryError("boom")
-        if self.count == self.stuck:
-            self.waiting.set()
-            assert self.freed.wait(60)
+        if self.forwards == self.hanging_forward:
+            self.hangs.set()
+            assert self.released.wait(60)
         return super().verify(turns, tokens)
 
 
@@ -48,8 +50,9 @@ def pair():
 
 
 def engine_of(pair, **faults):
-    engine = dm.Engine(*pair, batch=Faulty(pair[0], **faults))
-    engine.target = pair[0]
+    target, drafter = pair
+    engine = dm.Engine(target, drafter, batch=FaultyBatch(target, **faults))
+    engine.target = target
     return engine
 
 
@@ -66,22 +69,23 @@ async def ask_server(server, question, **more):
     [("Hello there", 3), ("Ones: 7 +", 1), ("Ones: 7 +", 2), ("Let us add 4", 4)],
 )
 def test_completions_keep_the_first_space(pair, prompt, tokens):
+    """Whole, in the log probabilities and their offsets, and streamed."""
     body = ask(COMPLETIONS, prompt=prompt, max_tokens=tokens)
     with engine_of(pair) as engine, client(engine) as server:
-        [told] = server.post(COMPLETIONS, json=body | {"logprobs": 0}).json()["choices"]
+        [choice] = server.post(COMPLETIONS, json=body | {"logprobs": 0}).json()["choices"]
         chunks = frames(server.post(COMPLETIONS, json=body | {"stream": True}).text)
-    offsets = told["logprobs"]["text_offset"]
-    parts = told["logprobs"]["tokens"]
-    assert told["text"] == "".join(parts)
-    assert [told["text"][offset:] for offset in offsets] == [
-        "".join(parts[n:]) for n in range(tokens)
-    ]
-    assert (
-        "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == told["text"]
-    )
+    text = choice["text"]
+    parts = choice["logprobs"]["tokens"]
+    assert text == "".join(parts)
+    offsets = choice["logprobs"]["text_offset"]
+    assert len(parts) == len(offsets) == tokens
+    for number, offset in enumerate(offsets):
+        assert text[offset:] == "".join(parts[number:])
+    streamed = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]
+    assert "".join(streamed) == text
 
 
-def test_ollamas_api_gives_the_answer_of_openais(pair):
+def test_ollamas_api_and_openais_give_the_same_answer(pair):
     more = {"logprobs": True, "top_logprobs": 2}
     with engine_of(pair) as engine, client(engine) as server:
         theirs = server.post(CHAT, json=ask(CHAT, max_tokens=9, **more)).json()["choices"][0]
@@ -94,65 +98,67 @@ def test_ollamas_api_gives_the_answer_of_openais(pair):
 
 def test_a_prefilled_answer_is_continued(pair):
     question = "What is 47 plus 38?"
-    begun = "Let us add 47 and 38 digit"
-    turns = user(question), {"role": "assistant", "content": begun}
+    beginning = "Let us add 47 and 38 digit"
+    turns = (user(question), {"role": "assistant", "content": beginning})
     with engine_of(pair) as engine, client(engine) as server:
-        asked = ask(MESSAGES, *turns, max_tokens=4)
-        [told] = server.post(MESSAGES, json=asked).json()["content"]
-        more = asked | {"continue_final_message": True}
-        [same] = server.post(CHAT, json=more).json()["choices"]
-        assert same["message"]["content"] == told["text"]
+        request = ask(MESSAGES, *turns, max_tokens=4)
+        [continuation] = server.post(MESSAGES, json=request).json()["content"]
+        chat_request = request | {"continue_final_message": True}
+        [choice] = server.post(CHAT, json=chat_request).json()["choices"]
+        assert choice["message"]["content"] == continuation["text"]
         whole = ask(CHAT, turns[0], max_tokens=60)
         answer = server.post(CHAT, json=whole).json()["choices"][0]
-    assert (begun + told["text"]).startswith("Let us add 47 and 38 digit by digit")
-    assert answer["message"]["content"].startswith(begun + " by digit")
+    assert (beginning + continuation["text"]).startswith("Let us add 47 and 38 digit by digit")
+    assert answer["message"]["content"].startswith(beginning + " by digit")
 
 
 def test_a_forward_without_memory_ends_only_the_answers_that_are_too_long(pair):
     """Requests that share a round with one that is too long read their text again and continue."""
 
-    async def answers_of(blamed):
-        with engine_of(pair, blamed=blamed) as engine:
+    long = "What is 37 plus 48? " * 8
+
+    async def ask_four(failing_length):
+        with engine_of(pair, failing_length=failing_length) as engine:
             async with running(engine) as server:
-                long = "What is 37 plus 48? " * 8
-                questions = ["What is 37 plus 48?", long, "What is 12 plus 9?", long]
-                asked = (
-                    ask_server(server, question, stream=index == 3)
-                    for index, question in enumerate(questions)
+                answers = await asyncio.gather(
+                    ask_server(server, "What is 37 plus 48?"),
+                    ask_server(server, long),
+                    ask_server(server, "What is 12 plus 9?"),
+                    ask_server(server, long, stream=True),
                 )
-                answers = await asyncio.gather(*asked)
                 assert not server.handler.busy
                 return answers
 
-    sound = asyncio.run(answers_of(10**9))
-    faulty = asyncio.run(answers_of(60))
-    for number in (0, 2):
-        right, choices = (json.loads(answers[number][1])["choices"] for answers in (sound, faulty))
-        assert faulty[number][0] == 200 and choices == right
-    (status, text) = faulty[1]
-    (_, stream) = faulty[3]
+    expected = asyncio.run(ask_four(10**9))
+    first, failed, third, failed_stream = asyncio.run(ask_four(60))
+    for (status, text), (_, expected_text) in ((first, expected[0]), (third, expected[2])):
+        assert status == 200
+        assert json.loads(text)["choices"] == json.loads(expected_text)["choices"]
+    status, text = failed
     assert status == 400 and "boom" in json.loads(text)["error"]["message"]
+    _, stream = failed_stream
     assert "boom" in stream and "[DONE]" not in stream
 
 
 async def test_health_reports_a_device_that_hangs(pair):
-    """Also after all clients left, and a new client does not restart the clock."""
-
-    with engine_of(pair, stuck=2) as engine:
+    """It does so even after all clients left, and a new client does not restart the clock."""
+    with engine_of(pair, hanging_forward=2) as engine:
         handler = make_handler(engine)
         endpoints = Endpoints(models_of(handler), handler.metrics, 0.05)
         stream = await handler.start([GenerationRequest("m", "What", {"max_tokens": 24})])
-        device = engine._scheduler._batch
-        await asyncio.to_thread(device.waiting.wait, 60)
+        batch = engine._scheduler._batch
+        await asyncio.to_thread(batch.hangs.wait, 60)
         stream.close()
         async with asyncio.timeout(30):
-            while (answer := await endpoints.health(None)).status_code == 200:
+            answer = await endpoints.health(None)
+            while answer.status_code == 200:
                 await asyncio.sleep(0.01)
+                answer = await endpoints.health(None)
         assert b"stalled" in answer.body and not handler.busy
         seconds = handler.seconds_since_step
         another = await handler.start([GenerationRequest("m", "What", {"max_tokens": 2})])
         assert handler.seconds_since_step > seconds
-        device.freed.set()
+        batch.released.set()
         assert [step async for step in another.steps()][-1].reason is not None
         async with asyncio.timeout(30):
             while handler.seconds_since_step:

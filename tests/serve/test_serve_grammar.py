@@ -1,4 +1,4 @@
-"""Grammars of schemas and forced calls."""
+"""Grammars that hold an answer to a schema, or force a call."""
 
 import json
 
@@ -44,24 +44,24 @@ def acceptor(target, request, thinking=False):
     (grammar,) = grammars(target).make(request, thinking)
     matcher = grammar._matcher
 
-    def takes(text):
+    def accepts(text):
         matcher.reset()
         tokens = target.tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    return takes
+    return accepts
 
 
 @pytest.mark.parametrize("family", [*TAGGED, *JSON])
 @pytest.mark.parametrize("seed", range(4))
-def test_forced_calls_parse(family, seed):
-    """Whatever a model would choose under the grammar is a call that fits."""
+def test_any_text_that_the_grammar_allows_is_a_valid_call(family, seed):
+    """The text is random. It may have several calls."""
     target = make_target(family)
     (grammar,) = grammars(target).make(ask(**FORCED), False)
     text = random_text(target.tokenizer, grammar._matcher, np.random.default_rng(seed))
     schemas = {tool.name: tool.parameters for tool in TOOLS}
-    split = AnswerParser(AnswerFormat.of(target.tokenizer), schemas)
-    parts = split.feed(text) + split.finish(truncated=False)
+    parser = AnswerParser(AnswerFormat.of(target.tokenizer), schemas)
+    parts = parser.feed(text) + parser.finish(truncated=False)
     calls = [part for part in parts if part != Text("\n")]
     assert calls and all(isinstance(call, ToolCall) for call in calls), text
     for call in calls:
@@ -83,18 +83,18 @@ def random_text(tokenizer, matcher, random, most=2000):
     return tokenizer.decode(tokens)
 
 
-def test_other_syntaxes_cannot_be_forced():
+def test_calls_of_some_families_cannot_be_forced():
     with pytest.raises(RequestError, match="cannot be forced"):
         grammars(make_target("gemma4")).make(ask(**FORCED), False)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 SUNNY = '{"city": "Rome", "unit": "C", "days": 3}'
-SO = 'So: <tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'
+WORDS_AND_CALL = 'So: <tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'
 STRICT = [Tool("get_weather", "", SCHEMA, strict=True)]
-FREE = {"schema": SCHEMA, "tools": TOOLS}
-NAMED = {"allowed_tools": frozenset({"get_weather"})}
-MOST = CALL * MAX_CALLS
+SCHEMA_AND_TOOLS = {"schema": SCHEMA, "tools": TOOLS}
+WEATHER_ONLY = {"allowed_tools": frozenset({"get_weather"})}
+MOST_CALLS = CALL * MAX_CALLS
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +103,28 @@ def target():
 
 
 @pytest.mark.parametrize(
-    ("thinks", "asked", "taken", "refused"),
+    ("thinks", "fields", "accepted", "rejected"),
     [
-        (False, FORCED, [CALL, f"{CALL}\n{CALL}", MOST], ["Hm", "", MOST + CALL]),
+        (False, FORCED, [CALL, f"{CALL}\n{CALL}", MOST_CALLS], ["Hm", "", MOST_CALLS + CALL]),
         (False, FORCED | {"parallel_calls": False}, [CALL], [f"{CALL}\n{CALL}"]),
-        (False, FORCED | NAMED, [], [CALL]),
+        (False, FORCED | WEATHER_ONLY, [], [CALL]),
         (True, FORCED, [f"Hm.\n</think>\n\n{CALL}"], [CALL, "Hm</think>no"]),
         (True, {"schema": SCHEMA}, [f"Hm</think>{SUNNY}"], ["Hm</think>{}"]),
-        (False, {"tools": STRICT}, ["Hello.", SO % SUNNY], [SO % SUNNY.replace('"C"', '"K"')]),
-        # A schema leaves the choice of a call.
-        (False, FREE, [SUNNY, CALL], ["Hm", "{}", SUNNY + CALL]),
-        (False, FREE | {"tool_choice": "none"}, [SUNNY], [CALL]),
+        (
+            False,
+            {"tools": STRICT},
+            ["Hello.", WORDS_AND_CALL % SUNNY],
+            [WORDS_AND_CALL % SUNNY.replace('"C"', '"K"')],
+        ),
+        # With a schema and tools, the model may choose an answer or a call.
+        (False, SCHEMA_AND_TOOLS, [SUNNY, CALL], ["Hm", "{}", SUNNY + CALL]),
+        (False, SCHEMA_AND_TOOLS | {"tool_choice": "none"}, [SUNNY], [CALL]),
     ],
 )
-def test_what_a_grammar_takes(target, thinks, asked, taken, refused):
-    takes = acceptor(target, ask(**asked), thinks)
-    assert all(map(takes, taken)) and not any(map(takes, refused))
+def test_a_grammar_accepts_only_what_the_request_allows(target, thinks, fields, accepted, rejected):
+    accepts = acceptor(target, ask(**fields), thinks)
+    assert all(accepts(text) for text in accepted)
+    assert not any(accepts(text) for text in rejected)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -155,15 +161,21 @@ def test_a_named_function_is_called_once(named):
         ),
     ],
 )
-def test_thoughts_before_an_answer_that_fits(family, added, thought, answer):
-    """Thoughts that the model opens itself are accepted; at most two line breaks follow them."""
+def test_a_thought_may_come_before_an_answer_that_fits(family, added, thought, answer):
+    """A model may think first, even if its prompt did not ask for it.
+
+    At most two line breaks may follow the thought.
+    """
     target = make_target(family, added=added)
-    takes = acceptor(target, ask(schema=SCHEMA))
-    assert takes(answer + SUNNY) and takes(f"{thought}\n\n{answer}{SUNNY}")
-    assert not takes(f"{thought}\n\n\n{answer}{SUNNY}") and not takes(f"{thought}{answer}Hi")
+    accepts = acceptor(target, ask(schema=SCHEMA))
+    assert accepts(answer + SUNNY)
+    assert accepts(f"{thought}\n\n{answer}{SUNNY}")
+    assert not accepts(f"{thought}\n\n\n{answer}{SUNNY}")
+    assert not accepts(f"{thought}{answer}Hi")
     if family == "json_tools":
-        strict = acceptor(target, ask(tools=STRICT))
-        assert strict(thought + SO % SUNNY) and not strict(thought + SO % "{}")
+        accepts_strict_call = acceptor(target, ask(tools=STRICT))
+        assert accepts_strict_call(thought + WORDS_AND_CALL % SUNNY)
+        assert not accepts_strict_call(thought + WORDS_AND_CALL % "{}")
 
 
 def test_invalid_schemas_are_refused(target):
@@ -177,9 +189,10 @@ def test_invalid_schemas_are_refused(target):
             grammars(target).make(ask(schema=schema), False)
 
 
-@pytest.mark.parametrize(("objects", "each", "told"), [(1, 1001, "An object"), (7, 900, "All")])
-def test_large_schemas_are_refused_before_they_take_seconds(objects, each, told):
-    properties = {f"p{number}": {"type": "string"} for number in range(each)}
+@pytest.mark.parametrize(("objects", "size", "message"), [(1, 1001, "An object"), (7, 900, "All")])
+def test_large_schemas_are_refused_before_they_take_seconds(objects, size, message):
+    """One object with too many properties, and several that have too many together."""
+    properties = {f"p{number}": {"type": "string"} for number in range(size)}
     parts = [{"type": "object", "properties": properties}] * objects
     for more in (
         {"schema": {"anyOf": parts}},
@@ -189,5 +202,5 @@ def test_large_schemas_are_refused_before_they_take_seconds(objects, each, told)
             "tool_choice": "required",
         },
     ):
-        with pytest.raises(RequestError, match=f"{told}.* properties"):
+        with pytest.raises(RequestError, match=f"{message}.* properties"):
             grammars(make_target("json_tools")).make(ask(**more), False)

@@ -1,7 +1,7 @@
-"""Whatever an API has written is read when it comes back, or named in a header; it is never a 400.
+"""Everything that an API may have written is accepted in the history of a later request.
 
-Conversations are built from the type definitions of the installed SDKs: a type that is new there,
-and that nobody handles, fails here by its name.
+Its text is read, or a header names what is not. The conversations are built from the type
+definitions of the installed SDKs, so a new type that we do not handle fails here.
 """
 
 import re
@@ -23,12 +23,12 @@ NO_TEXT = re.compile(
 
 
 def blocks():
-    """Each type of a block in a message of Anthropic's, with the message's role."""
+    """The types of blocks in Anthropic's messages, each with the role of its message."""
     examples = {}
     for union in (anthropic.types.MessageParam, anthropic.types.beta.BetaMessageParam):
         for message in members(union):
             message_fields = fields(message)
-            (role, *_) = Builder().values(message_fields["role"][0])
+            role = Builder().values(message_fields["role"][0])[0]
             for content in members(message_fields["content"][0]):
                 if not hasattr(content, "__args__"):
                     continue
@@ -39,16 +39,15 @@ def blocks():
 
 
 def items():
-    """Each type of an item in the input of OpenAI's responses."""
+    """The types of items in the input of OpenAI's responses."""
     union = openai.types.responses.ResponseInputItemParam
     return {member.__name__: member for member in members(union)}
 
 
 def chat_messages():
-    """Each type of a message in OpenAI's chat completions."""
-    return {
-        member.__name__: member for member in members(openai.types.chat.ChatCompletionMessageParam)
-    }
+    """The types of messages in OpenAI's chat completions."""
+    union = openai.types.chat.ChatCompletionMessageParam
+    return {member.__name__: member for member in members(union)}
 
 
 BLOCKS = blocks()
@@ -69,16 +68,20 @@ def server(engine):
 
 
 def check_read_or_named(server, engine, path, value, *history):
-    """A conversation with this value is answered; a header names the words that are not read."""
+    """Check that a conversation with this value is answered, and that its text is not lost.
+
+    Each text of the value is in the prompt, or the header names the kind of content that has it.
+    """
     answer = server.post(path, json=ask(path, *history))
     assert answer.status_code == 200, (value, answer.text)
     prompt = engine.prompt()
     ignored = answer.headers.get("x-dflash-ignored", "")
-    for way, word in texts(value):
-        if word in prompt or any(map(NO_TEXT.fullmatch, way)):
+    for path_in_value, text in texts(value):
+        if text in prompt or any(NO_TEXT.fullmatch(name) for name in path_in_value):
             continue
-        named = [kind.removeprefix("input_").removesuffix("_url") for kind in way]
-        assert any(f"content {kind}" in ignored for kind in named), (way, value, ignored, prompt)
+        kinds = [name.removeprefix("input_").removesuffix("_url") for name in path_in_value]
+        is_named = any(f"content {kind}" in ignored for kind in kinds)
+        assert is_named, (path_in_value, value, ignored, prompt)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -96,7 +99,7 @@ def test_every_item_of_openais_responses_is_read_or_named(server, engine, name):
     values = Builder().values(ITEMS[name])
     assert values
     for value in values:
-        if name == "ItemReference":  # of an item that this server has not written
+        if name == "ItemReference":  # to an item that this server has not stored
             answer = server.post(RESPONSES, json=ask(RESPONSES, user("Go."), value))
             assert answer.status_code == 400 and "is not stored: send the item" in answer.text
             continue
@@ -135,7 +138,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_documents_of_text_are_read_wherever_they_stand(server, engine, source):
+def test_documents_of_text_are_read_in_messages_and_in_results_of_tools(server, engine, source):
     document = {
         "type": "document",
         "title": "Notes",
@@ -188,8 +191,8 @@ def results_of(content):
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize("kind", WITH_TEXT)
-def test_whatever_holds_text_is_read(server, engine, kind, path):
-    """In messages and in results of tools: in a list of parts, as a part alone, or as bare text."""
+def test_every_content_with_text_is_read(server, engine, kind, path):
+    """In messages and in results of tools: as a list of parts, as a single part, or as a string."""
     part = WITH_TEXT[kind]
     for content in ([part], part, ["Look:", part], [WORDS]):
         for history in ([user(content)], [user("Go."), *results_of(content)[path]]):
@@ -200,11 +203,11 @@ def test_whatever_holds_text_is_read(server, engine, kind, path):
 
 
 @pytest.mark.parametrize("thinking", [WORDS, [{"type": "text", "text": WORDS}]])
-def test_thoughts_in_parts_of_chat_are_thoughts(server, engine, thinking):
-    """As Anthropic's blocks and Mistral's API have them."""
+def test_thinking_parts_of_a_chat_message_are_read_as_its_thought(server, engine, thinking):
+    """Anthropic's blocks and Mistral's API have thoughts in this form."""
     parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "Said."}]
-    said = {"role": "assistant", "content": parts}
-    answer = server.post(CHAT, json=ask(CHAT, user("Go."), said, user("On.")))
+    message = {"role": "assistant", "content": parts}
+    answer = server.post(CHAT, json=ask(CHAT, user("Go."), message, user("On.")))
     assert answer.status_code == 200 and "x-dflash-ignored" not in answer.headers
     assert f"{WORDS}Said." in engine.prompt()
 
@@ -213,10 +216,13 @@ def test_thoughts_in_parts_of_chat_are_thoughts(server, engine, thinking):
 def test_files_of_text_are_read(server, engine, path, part, is_read):
     answer = server.post(path, json=ask(path, user([part])))
     assert answer.status_code == (200 if is_read else 400), answer.text
-    assert WORDS in engine.prompt() or not is_read
+    if is_read:
+        assert WORDS in engine.prompt()
 
 
-def test_documents_in_the_history_are_named_and_the_newest_refused(server, engine):
+def test_unreadable_documents_are_named_in_the_history_and_refused_in_the_newest_message(
+    server, engine
+):
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
     earlier = user([pdf]), {"role": "assistant", "content": "Hm."}, user("On.")
     answer = server.post(MESSAGES, json=ask(MESSAGES, *earlier))
@@ -231,12 +237,12 @@ def test_a_call_without_arguments_has_an_empty_object(path, arguments):
     """Servers write it in several ways; templates always get an empty object."""
     engine = FakeEngine(make_target("json_tools"))
     function = {"name": "now", "arguments": arguments}
-    said = {
+    message = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": None, "function": function}],
     }
-    history = [said, {"role": "tool", "content": "noon"}]
+    history = [message, {"role": "tool", "content": "noon"}]
     if path == RESPONSES:
         history = [{"type": "function_call", "call_id": "c", **function}]
     elif path == MESSAGES:
@@ -258,7 +264,8 @@ def test_a_call_without_arguments_has_an_empty_object(path, arguments):
         (f"data:image/png;base64,{b64encode(bytes(99)).decode()}", False),
     ],
 )
-def test_what_is_encoded_does_not_flood_the_prompt(server, engine, text, is_read):
+def test_base64_and_data_urls_are_left_out_of_the_prompt(server, engine, text, is_read):
+    """They would fill it with tokens that say nothing. Long words of other kinds are read."""
     call = {"type": "mcp_call", "id": "m", "name": "draw", "arguments": "{}", "output": text}
     answer = server.post(RESPONSES, json=ask(RESPONSES, user("Go."), call, user("On.")))
     assert (text in engine.prompt()) is is_read and "[mcp_call: " in engine.prompt()
@@ -267,12 +274,12 @@ def test_what_is_encoded_does_not_flood_the_prompt(server, engine, text, is_read
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
 def test_a_turn_without_content_is_accepted(server, path):
-    said = {"role": "assistant", "content": None}
-    answer = server.post(path, json=ask(path, user("Go."), said, user("On.")))
+    message = {"role": "assistant", "content": None}
+    answer = server.post(path, json=ask(path, user("Go."), message, user("On.")))
     assert answer.status_code == 200, answer.text
 
 
-def test_an_item_that_no_api_knows_is_a_400(server):
+def test_an_item_of_an_unknown_type_is_refused(server):
     answer = server.post(
         RESPONSES, json=ask(RESPONSES, user("Go."), {"type": "weird", "text": "x"})
     )

@@ -28,9 +28,10 @@ def test_the_stop_sequence_is_reported(target):
 
 
 def test_count_tokens_equals_usage(engine):
+    """Fields that do not matter for the count are not checked."""
     body = ask(MESSAGES, system="Be brief.")
-    asked = body | {"max_tokens": None, "top_p": "not read"}
-    counted = post(engine, f"{MESSAGES}/count_tokens", asked).json()
+    request = body | {"max_tokens": None, "top_p": "not read"}
+    counted = post(engine, f"{MESSAGES}/count_tokens", request).json()
     read = post(engine, MESSAGES, body).json()["usage"]["input_tokens"]
     assert counted == {"input_tokens": read}
 
@@ -43,16 +44,18 @@ def test_two_sessions_of_claude_code_share_their_beginning(engine):
             answer = server.post(request["path"], json=request["body"], headers=request["headers"])
             assert answer.status_code == 200, answer.text
             assert "billing" not in engine.prompt()
-    first, second = (prompt for prompt, _ in engine.submitted)
-    same = 0
-    while first[same] == second[same]:
-        same += 1
+    (first, _), (second, _) = engine.submitted
+    shared = 0
+    while first[shared] == second[shared]:
+        shared += 1
     whole = engine.target.tokenizer.decode(first)
-    tail = engine.target.tokenizer.decode(first[same:])
-    # Tools and system prompt are shared; what follows begins with the user's words.
+    tail = engine.target.tokenizer.decode(first[shared:])
+    # Tools and the system prompt are shared, but not the user's words.
     assert "hello" in tail and tail.count("word") < whole.count("word") / 3
 
 
+# Templates that refuse a later system message, one of which also refuses two turns of a role in a
+# row, and a template that drops a later system message.
 REFUSES = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
@@ -90,10 +93,12 @@ def test_a_system_message_in_the_middle_stays_if_the_template_takes_it(engine):
 
 @pytest.fixture
 def thinking():
+    """An engine whose answer has a thought."""
     return FakeEngine(make_target("json_tools", thinking="<think>\n"), ["Hm</think>", "Yes", "."])
 
 
 def lines(answer):
+    """The objects of an answer that has one in each line."""
     assert answer.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in answer.text.splitlines()]
 
@@ -144,33 +149,33 @@ def test_a_pull_of_the_served_model_succeeds(engine):
 
 
 @pytest.mark.parametrize(
-    ("keep_alive", "reason"),
+    ("keep_alive", "unloads"),
     [
-        *((zero, "unload") for zero in (0, 0.0, "0", "0s", "0m", "0h", "-0s", "0h0m0s")),
-        *((soon, "unload") for soon in (0.1, "10ms", "0.5s", "999999us")),
-        *((later, "load") for later in (None, -1, 5, "1000ms", "5m", "1h30m", "-1", "-1m", "x")),
+        *((time, True) for time in (0, 0.0, "0", "0s", "0m", "0h", "-0s", "0h0m0s")),
+        *((time, True) for time in (0.1, "10ms", "0.5s", "999999us")),
+        *((time, False) for time in (None, -1, 5, "1000ms", "5m", "1h30m", "-1", "-1m", "x")),
     ],
 )
-def test_a_keep_alive_below_a_second_unloads_the_model(keep_alive, reason):
+def test_a_keep_alive_below_a_second_unloads_the_model(keep_alive, unloads):
     body = OllamaChatBody(model="m", keep_alive=keep_alive)
-    assert body.unloads == (reason == "unload")
+    assert body.unloads == unloads
 
 
-def test_lists_of_models(thinking):
-    """What Ollama's, LM Studio's and llama.cpp's clients look for."""
+def test_lists_of_models_have_what_clients_look_for(thinking):
+    """The clients of Ollama, LM Studio and llama.cpp."""
     length = thinking.target.context_length
     with client(thinking) as server:
         for path in ("/api/tags", "/api/ps"):
             [model] = server.get(path).json()["models"]
             assert model["name"] == model["model"] == "fake" and model["size"] == 2 * 4 * 4
             assert model["details"]["quantization_level"] == "4-bit"
-        told = server.post("/api/show", json={"model": "fake"}).json()
-        assert server.post("/api/show", json={"name": "fake"}).json() == told
+        details = server.post("/api/show", json={"model": "fake"}).json()
+        assert server.post("/api/show", json={"name": "fake"}).json() == details
         assert server.post("/api/show", json={}).status_code == 400
-        assert told["capabilities"] == ["completion", "tools", "thinking"]
-        assert told["model_info"]["llama.context_length"] == length
+        assert details["capabilities"] == ["completion", "tools", "thinking"]
+        assert details["model_info"]["llama.context_length"] == length
         version = Version(server.get("/api/version").json()["version"])
-        assert version >= Version("0.13.4")  # Codex asks for it, VS Code for less
+        assert version >= Version("0.13.4")  # what Codex requires; VS Code requires less
         [listed] = server.get("/v1/models").json()["data"]
         assert (listed["state"], listed["max_context_length"]) == ("loaded", length)
         for path in ("/api/embed", "/v1/embeddings"):

@@ -1,4 +1,4 @@
-"""Several models in one server: loaded on first use, unloaded when idle or for another's memory."""
+"""Several models in one server: loaded on first use, unloaded when idle or to make room."""
 
 import asyncio
 import gc
@@ -38,8 +38,10 @@ class Clock:
         return self.seconds
 
 
-class Shelf:
-    """Models that share a memory for `room` of them: those of `make`, or fake, endless ones.
+class OfferedModels:
+    """Models of a server whose memory holds at most `room` of them.
+
+    Their engines come from `make`. By default they are fake, and their answers never end.
 
     Attributes:
         loads: the names that were loaded, in order.
@@ -74,120 +76,119 @@ class Shelf:
 
 
 def test_models_answer_to_each_of_their_names(tmp_path):
-    """Short ones, those of the command line, and Ollama's tags; others are 404 by all APIs."""
-    shelf = Shelf("a", "b", make=lambda name: FakeEngine(make_target()))
+    """Short names, those of the command line, and Ollama's tags. Unknown names are 404."""
+    server_models = OfferedModels("a", "b", make=lambda name: FakeEngine(make_target()))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model.safetensors").write_bytes(b"...")
-    shelf.models.offered[0].path = tmp_path
-    shelf.models.offered[1].path = tmp_path / "gone"
-    app = make_app(shelf.models, Auth(), Metrics())
+    server_models.models.offered[0].path = tmp_path
+    server_models.models.offered[1].path = tmp_path / "gone"
+    app = make_app(server_models.models, Auth(), Metrics())
     with TestClient(app, "http://127.0.0.1:8000") as server:
-        lists = ("/v1/models", "/api/tags", "/api/ps")
-        shown = [len(next(iter(server.get(path).json().values()))) for path in lists[1:]]
-        assert shown == [2, 0] and shelf.loads == []
+        assert len(server.get("/api/tags").json()["models"]) == 2
+        assert len(server.get("/api/ps").json()["models"]) == 0
+        assert server_models.loads == []
         (unloaded, _) = server.get("/api/tags").json()["models"]
         assert unloaded["size"] == 3 and unloaded["details"]["family"] == "qwen3"
         for name, answers in (("b:latest", "b"), ("/b", "b"), ("", "a")):
             said = server.post(CHAT, json={"model": name, "messages": HI}).json()
             assert said["model"] == answers
         said = server.post("/api/chat", json={"model": "b:latest", "messages": HI, "stream": False})
-        assert said.json()["model"] == "b" and shelf.loads == ["b", "a"]
+        assert said.json()["model"] == "b" and server_models.loads == ["b", "a"]
         for path in (CHAT, "/v1/messages", "/api/chat"):
             body = {"model": "c", "messages": HI, "max_tokens": 1}
             refused = server.post(path, json=body)
             assert refused.status_code == 404 and "a, b" in refused.text
         assert server.get("/v1/models/c").status_code == 404
         states = [item["state"] for item in server.get("/v1/models").json()["data"]]
-        assert states == ["loaded", "loaded"] and shelf.loads == ["b", "a"]
+        assert states == ["loaded", "loaded"] and server_models.loads == ["b", "a"]
         told = server.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
-        assert told["done_reason"] == "unload" and shelf.loaded() == ["b"]
+        assert told["done_reason"] == "unload" and server_models.loaded() == ["b"]
 
 
 async def test_idle_models_are_unloaded_and_busy_ones_are_not():
-    shelf = Shelf("a", "b", idle=60)
-    stream = await shelf.start("a")
-    (await shelf.start("b")).close()
-    for shelf.clock.seconds in (59, 61, 200):
-        await shelf.models.unload_idle()
-    assert shelf.loaded() == ["a"]  # its answer goes on
+    server_models = OfferedModels("a", "b", idle=60)
+    stream = await server_models.start("a")
+    (await server_models.start("b")).close()
+    for server_models.clock.seconds in (59, 61, 200):
+        await server_models.models.unload_idle()
+    assert server_models.loaded() == ["a"]  # its answer goes on
     stream.close()
-    for shelf.clock.seconds, left in ((259, ["a"]), (261, [])):
-        await shelf.models.unload_idle()
-        assert shelf.loaded() == left
-    await shelf.start("a")
-    assert shelf.loads == ["a", "b", "a"]
+    for server_models.clock.seconds, left in ((259, ["a"]), (261, [])):
+        await server_models.models.unload_idle()
+        assert server_models.loaded() == left
+    await server_models.start("a")
+    assert server_models.loads == ["a", "b", "a"]
 
 
 async def test_a_model_waits_for_the_memory_of_another_and_both_take_turns():
-    shelf = Shelf("a", "b", room=1)
-    first = await shelf.start("a")
-    other = asyncio.create_task(shelf.start("b"))
-    while not shelf.models.offered[0].lock.locked():
+    server_models = OfferedModels("a", "b", room=1)
+    first = await server_models.start("a")
+    other = asyncio.create_task(server_models.start("b"))
+    while not server_models.models.offered[0].lock.locked():
         await asyncio.sleep(0)
-    again = asyncio.create_task(shelf.start("a"))
+    again = asyncio.create_task(server_models.start("a"))
     await asyncio.sleep(0)
-    assert shelf.loaded() == ["a"] and not other.done() and not again.done()
+    assert server_models.loaded() == ["a"] and not other.done() and not again.done()
     first.close()
     (await other).close()
-    assert shelf.loaded() == ["b"]
+    assert server_models.loaded() == ["b"]
     (await again).close()
-    assert shelf.loads == ["a", "b", "a"]
+    assert server_models.loads == ["a", "b", "a"]
 
 
 async def test_a_model_answers_while_another_loads():
     """An answer that has ended does not keep its model in memory, even if nobody has read it."""
-
-    shelf = Shelf("a", "b", "c", room=2)
+    server_models = OfferedModels("a", "b", "c", room=2)
     opened = threading.Event()
-    shelf.make = lambda name: FakeEngine(make_target())
-    plain = shelf.models.offered[1].load
-    shelf.models.offered[1].load = lambda bytes: opened.wait(30) and plain(bytes)
-    unread = await shelf.start("a")  # its answer ends, and nobody reads it
-    loading = asyncio.create_task(shelf.start("b"))
-    (await shelf.start("a")).close()
+    server_models.make = lambda name: FakeEngine(make_target())
+    plain = server_models.models.offered[1].load
+    server_models.models.offered[1].load = lambda bytes: opened.wait(30) and plain(bytes)
+    unread = await server_models.start("a")  # its answer ends, and nobody reads it
+    loading = asyncio.create_task(server_models.start("b"))
+    (await server_models.start("a")).close()
     assert not loading.done()
     opened.set()
     await loading
-    shelf.make = lambda name: FakeEngine(make_target(), reason=None)
-    await shelf.start("c")
-    assert shelf.loaded() == ["b", "c"]
+    server_models.make = lambda name: FakeEngine(make_target(), reason=None)
+    await server_models.start("c")
+    assert server_models.loaded() == ["b", "c"]
     text = "".join([step.event.text async for step in unread.steps()])
-    assert text == "Hello world"  # what was said is there, the model is not
+    assert text == "Hello world"  # the answer can still be read, although its model is unloaded
 
 
 async def test_a_request_is_refused_if_the_server_stops_while_its_model_loads():
-    shelf = Shelf("a")
+    server_models = OfferedModels("a")
     opened = threading.Event()
-    plain = shelf.models.offered[0].load
-    shelf.models.offered[0].load = lambda bytes: opened.wait(30) and plain(bytes)
-    loading = asyncio.create_task(shelf.start("a"))
-    while not shelf.models.offered[0].lock.locked():
+    plain = server_models.models.offered[0].load
+    server_models.models.offered[0].load = lambda bytes: opened.wait(30) and plain(bytes)
+    loading = asyncio.create_task(server_models.start("a"))
+    while not server_models.models.offered[0].lock.locked():
         await asyncio.sleep(0)
-    shelf.models.drain()
+    server_models.models.drain()
     opened.set()
     with pytest.raises(RequestError, match="shutting down"):
         await loading
 
 
 async def test_a_model_waits_only_for_the_one_whose_memory_it_takes():
-    shelf = Shelf("a", "b", "c", room=2)
-    shelf.clock.seconds = 1
-    first = await shelf.start("a")
-    shelf.clock.seconds = 2
-    (await shelf.start("b")).close()
-    waiting = asyncio.create_task(shelf.start("c"))
-    while not shelf.models.offered[0].lock.locked():
+    server_models = OfferedModels("a", "b", "c", room=2)
+    server_models.clock.seconds = 1
+    first = await server_models.start("a")
+    server_models.clock.seconds = 2
+    (await server_models.start("b")).close()
+    waiting = asyncio.create_task(server_models.start("c"))
+    while not server_models.models.offered[0].lock.locked():
         await asyncio.sleep(0)
-    (await shelf.start("b")).close()
+    (await server_models.start("b")).close()
     assert not waiting.done()
     first.close()
     (await waiting).close()
-    assert shelf.loaded() == ["b", "c"]
+    assert server_models.loaded() == ["b", "c"]
 
 
 @pytest.mark.parametrize(("error", "status"), [(NotEnoughMemoryError, 503), (WeightsError, 500)])
 def test_a_model_that_cannot_be_loaded_is_an_error_without_paths(error, status, caplog):
-    """The client is told no path of the server, whose log has one line with it."""
+    """The client does not see paths of the server, but its log has a line with them."""
 
     def load(reserved):
         raise error("/home/me/a is gone")
@@ -212,9 +213,9 @@ def active_memory():
 
 @pytest.mark.parametrize("draft", ["a drafter", "lookup", "none"])
 async def test_an_unloaded_model_is_freed_at_once(tmp_path, draft):
-    """Loaded as `serve` does: the model, its drafter and all that its answers made.
+    """Memory of the model, its drafter and its answers is free after it is unloaded.
 
-    The first model is unloaded after the second was loaded, and the second while the first is back.
+    Models are loaded as in `serve`. Each is unloaded while the other is loaded.
     """
     settings = {"max_tokens": 12, "think": None, "reasoning_effort": None, "tree_budget": None}
     load = Load(memory=0.1, prefix_cache=0.01)
@@ -226,11 +227,11 @@ async def test_an_unloaded_model_is_freed_at_once(tmp_path, draft):
         names = Names(model, drafter)
         return OfferedModel(name, lambda reserved: loader.open(names, reserved=reserved)[1])
 
-    gc.unfreeze()  # as a process begins: `tests/conftest.py` has frozen what was imported
+    gc.unfreeze()  # tests/conftest.py has excluded imported modules from garbage collection
     models = Models([offered("a"), offered("b")])
 
     async def answer(name):
-        """What an answer used, without a reference that keeps it."""
+        """Let a model answer; return weak references to all objects that it used."""
         _, handler = await models.use(name)
         stream = await handler.start([GenerationRequest(name, "Hi", {})])
         tokens = [token async for step in stream.steps() for token in step.event.tokens]
@@ -250,7 +251,7 @@ async def test_an_unloaded_model_is_freed_at_once(tmp_path, draft):
 
 
 def test_eight_clients_on_each_of_two_models():
-    """Each has the text of a request alone, and all memory is free once the models are idle."""
+    """Each gets the text that its request has alone, and idle models leave no memory in use."""
     families = {"a": "qwen3", "b": "gpt_oss"}
     settings = {"max_tokens": 12}
     thread = device_thread()
@@ -262,26 +263,27 @@ def test_eight_clients_on_each_of_two_models():
         engine.target = target
         return engine
 
-    async def ask(shelf, name, number):
-        _, handler = await shelf.models.use(name)
+    async def ask(server_models, name, number):
+        _, handler = await server_models.models.use(name)
         wanted = GenerationRequest(name, f"Hello {number} times {number}", settings)
         stream = await handler.start([wanted])
         return "".join([step.event.text async for step in stream.steps()])
 
-    async def play():
-        shelf = Shelf("a", "b", idle=60, make=make)
+    async def two_rounds():
+        """Ask all questions twice; between the rounds, the models are unloaded."""
+        server_models = OfferedModels("a", "b", idle=60, make=make)
         before = active_memory()
         for _ in range(2):
             asked = [(name, number) for number in range(8) for name in families]
-            texts = await asyncio.gather(*(ask(shelf, *request) for request in asked))
+            texts = await asyncio.gather(*(ask(server_models, *request) for request in asked))
             yield dict(zip(asked, texts, strict=True))
-            shelf.clock.seconds += 61
-            await shelf.models.unload_idle()
-            assert shelf.loaded() == [] and active_memory() - before < 2**16
-        assert sorted(shelf.loads) == ["a", "a", "b", "b"]
+            server_models.clock.seconds += 61
+            await server_models.models.unload_idle()
+            assert server_models.loaded() == [] and active_memory() - before < 2**16
+        assert sorted(server_models.loads) == ["a", "a", "b", "b"]
 
     async def rounds():
-        return [result async for result in play()]
+        return [result async for result in two_rounds()]
 
     first, second = asyncio.run(rounds())
     assert first == second and len(set(first.values())) == 16

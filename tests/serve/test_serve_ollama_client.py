@@ -14,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA
 CALL = {"name": "weather", "arguments": CITY}
 
 
-class Talkative(FakeEngine):
+class AnsweringEngine(FakeEngine):
     """Answers a schema with JSON, calls the tool if there is one, and otherwise says hello."""
 
     def submit(self, prompt, **settings):
@@ -42,9 +42,9 @@ def check_answers(client):
 def test_the_client_of_ollama():
     ollama = pytest.importorskip("ollama")
 
-    async def play():
-        async with running(Talkative(make_target("json_tools"))) as server:
+    async def serve_and_check():
+        async with running(AnsweringEngine(make_target("json_tools"))) as server:
             client = ollama.Client(f"http://127.0.0.1:{server.port}")
             await asyncio.to_thread(check_answers, client)
 
-    asyncio.run(play())
+    asyncio.run(serve_and_check())

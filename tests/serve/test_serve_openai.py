@@ -21,26 +21,28 @@ def accumulated(chunks):
     """The text of each answer of a stream, and why they ended."""
     texts = {}
     reasons = set()
-    for choice in [entry for chunk in chunks for entry in chunk["choices"]]:
-        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-        texts[choice["index"]] = texts.get(choice["index"], "") + text
-        reasons.add(choice["finish_reason"])
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            reasons.add(choice["finish_reason"])
     return texts, reasons
 
 
 @pytest.mark.parametrize("usage", [False, True])
 def test_the_usage_of_several_answers(target, usage):
-    """The last chunk has it where the client wants it, and all others say that they have none."""
+    """If the client wants it, a last chunk without choices has it, and none of the others."""
     options = {"n": 3, "stream": True, "stream_options": {"include_usage": usage}}
     with client(FakeEngine(target, cached=3)) as server:
         whole = server.post(CHAT, json=ask(CHAT, n=3)).json()
         chunks = frames(server.post(CHAT, json=ask(CHAT, **options)).text)
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["Hello world"] * 3
     assert accumulated(chunks) == (dict.fromkeys(range(3), "Hello world"), {None, "stop"})
-    assert [chunk.get("usage") for chunk in chunks if chunk["choices"]] == [None] * (
-        len(chunks) - usage
-    )
-    assert not usage or chunks[-1]["usage"] == whole["usage"]
+    with_choices = chunks
+    if usage:
+        *with_choices, last = chunks
+        assert not last["choices"] and last["usage"] == whole["usage"]
+    assert all(chunk["choices"] and chunk.get("usage") is None for chunk in with_choices)
     tokens = whole["usage"]["completion_tokens"]
     details = whole["usage"]["completion_tokens_details"]
     drafted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
@@ -49,25 +51,26 @@ def test_the_usage_of_several_answers(target, usage):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (DFlashError("The engine has stopped."), "The engine has stopped."),
         (RuntimeError("boom"), "The answer could not be finished (RuntimeError: boom)."),
     ],
 )
-def test_an_engine_error_is_answered_counted_and_logged(target, error, told, caplog):
+def test_an_engine_error_is_answered_counted_and_logged(target, error, message, caplog):
     with client(FakeEngine(target, ["Hello"], error=error)) as server:
         answer = server.post(CHAT, json=ask(CHAT))
         last = frames(server.post(CHAT, json=ask(CHAT, stream=True)).text)[-1]
         metrics = server.get("/metrics").text
     assert answer.status_code == 500 and answer.json() == last
-    assert last["error"]["message"] == told
+    assert last["error"]["message"] == message
     assert "dflash_open_answers 0.0" in metrics and "dflash_request_failure_total 2.0" in metrics
-    # Each is logged with its cause; the status 200 of the stream would tell nobody of it.
+    # Both are logged: the status of the stream was 200 already. Only an unexpected error has a
+    # traceback.
     logged = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(logged) == 2 and all(told in record.getMessage() for record in logged)
-    traced = isinstance(error, RuntimeError)  # ours says all there is to say
-    assert all(bool(record.exc_info) is traced for record in logged)
+    assert len(logged) == 2 and all(message in record.getMessage() for record in logged)
+    has_traceback = isinstance(error, RuntimeError)
+    assert all(bool(record.exc_info) is has_traceback for record in logged)
 
 
 @pytest.mark.parametrize(
@@ -75,28 +78,32 @@ def test_an_engine_error_is_answered_counted_and_logged(target, error, told, cap
     [(SettingsError, 400), (PromptError, 400), (NotEnoughMemoryError, 400), (KeyError, 500)],
 )
 def test_a_request_that_the_engine_refuses_frees_its_slots(engine, monkeypatch, error, status):
-    def refuses(prompt, submit=engine.submit, **settings):
+    """The engine accepts the first of two answers, and refuses the second."""
+    submit = engine.submit
+
+    def refuse_second(prompt, **settings):
         if engine.submitted:
             raise error("No.")
         return submit(prompt, **settings)
 
-    monkeypatch.setattr(engine, "submit", refuses)
+    monkeypatch.setattr(engine, "submit", refuse_second)
     with client(engine, capacity=2) as server:
         answer = server.post(CHAT, json=ask(CHAT, n=2))
         metrics = server.get("/metrics").text
     assert answer.status_code == status and engine.jobs[0].cancelled
     assert "dflash_open_answers 0.0" in metrics
-    assert status == 500 or answer.json()["error"]["message"] == "No."
-    assert status == 500 or "dflash_request_failure_total 0.0" in metrics
+    if status == 400:
+        assert answer.json()["error"]["message"] == "No."
+        assert "dflash_request_failure_total 0.0" in metrics
 
 
-def test_more_answers_than_the_capacity_are_400(engine):
+def test_more_answers_than_the_capacity_are_refused(engine):
     three = ask(COMPLETIONS, prompt=["One", "Two", "Three"])
     with client(engine, capacity=2) as server:
         for path, body in ((CHAT, ask(CHAT, n=3)), (COMPLETIONS, three)):
-            never = server.post(path, json=body)
-            assert never.status_code == 400 and "not 3" in never.json()["error"]["message"]
-        for _ in range(2):  # the slots come back
+            refused = server.post(path, json=body)
+            assert refused.status_code == 400 and "not 3" in refused.json()["error"]["message"]
+        for _ in range(2):  # the slots are free again
             assert server.post(CHAT, json=ask(CHAT, n=2)).status_code == 200
 
 
@@ -108,8 +115,8 @@ def test_log_probabilities_have_the_spaces_of_sentencepiece():
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
     tokenizer.decoder = decoders.Sequence(parts)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    bytes_ = [token_bytes(fast, token) for token in range(len(pieces))]
-    assert bytes_ == [b"Hello", b" world", b" ", "\ufffd".encode(), b"\xe2"]
+    spelled = [token_bytes(fast, token) for token in range(len(pieces))]
+    assert spelled == [b"Hello", b" world", b" ", "\ufffd".encode(), b"\xe2"]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +136,9 @@ def test_every_kind_of_prompt_is_completed(engine, prompt, prompts):
         chunks = frames(server.post(COMPLETIONS, json=body | more).text)
     encode = engine.target.tokenizer.encode
     ids = [item if isinstance(item, list) else encode(item) for item in prompts]
-    asked = [prompt for prompt, _ in engine.submitted]
-    assert asked == [item for item in ids for _ in range(2)] * 2
+    submitted = [prompt for prompt, _ in engine.submitted]
+    two_answers_each = [item for item in ids for _ in range(2)]
+    assert submitted == two_answers_each * 2, "whole and streamed"
     texts = dict.fromkeys(range(2 * len(ids)), "Hello world")
     assert {choice["index"]: choice["text"] for choice in answer["choices"]} == texts
     assert accumulated(chunks) == (texts, {None, "stop"})
@@ -146,7 +154,7 @@ def test_one_refused_prompt_cancels_the_others(engine):
     assert "dflash_open_answers 0.0" in metrics
 
 
-def test_a_completion_is_the_text_as_it_is():
+def test_a_completion_is_not_split_into_thought_and_text():
     steps = ["<think>", "Hm</think>", "So."]
     with client(FakeEngine(make_target(thinking=""), steps)) as server:
         answer = server.post(COMPLETIONS, json=ask(COMPLETIONS)).json()
@@ -164,8 +172,11 @@ def thinking():
     return make_target("json_tools", thinking="<think>\n")
 
 
-def responded(engine, *items, **more):
-    """The streamed response, which must have the items of the whole one, and its events."""
+def streamed_response(engine, *items, **more):
+    """The last event's response of a stream, and all events.
+
+    The stream must have the same items as the response to the same request without a stream.
+    """
     body = ask(RESPONSES, *items, **more)
     whole = post(engine, RESPONSES, body).json()
     events = frames(post(engine, RESPONSES, body | {"stream": True}).text)
@@ -176,12 +187,13 @@ def responded(engine, *items, **more):
     return last, events
 
 
-def test_reasoning_text_and_calls_also_of_namespaces_and_unknown_tools(thinking):
+def test_a_response_has_reasoning_text_and_calls(thinking):
+    """One call is of a tool in a namespace, the other of an unknown tool."""
     said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
     said += [': {"a": 1}}\n</tool_call><tool_call>{"name": "other", "arguments": {}}</tool_call>']
     engine = FakeEngine(thinking, said, cached=4)
     space = {"type": "namespace", "name": "sp", "tools": [tool("f")]}
-    answer, _ = responded(engine, tools=[space, {"type": "web_search"}, tool("g")])
+    answer, _ = streamed_response(engine, tools=[space, {"type": "web_search"}, tool("g")])
     thought, text, call, other = answer["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert text["content"][0]["text"] == "Yes."
@@ -193,31 +205,33 @@ def test_reasoning_text_and_calls_also_of_namespaces_and_unknown_tools(thinking)
 
 
 @pytest.mark.parametrize("stop", [None, ["Y"], ["es."]])
-def test_tokens_of_thoughts_are_counted_as_the_model_wrote_them(thinking, stop):
-    """Not as the tokenizer would write them: here a letter each."""
+def test_reasoning_tokens_are_those_that_the_model_wrote(thinking, stop):
+    """The model writes each letter as a token, where the tokenizer would write whole words."""
     engine = FakeEngine(thinking)
-    said = [*"Two and two.", "</think>", "\n", *"Yes."]
-    tokens = [thinking.tokenizer.encode(part, add_special_tokens=False) for part in said]
-    assert len(sum(tokens, [])) == len(said)
-    whole = Stats()
-    last = len(said) - 1
+    thought = "Two and two."
+    texts = [*thought, "</think>", "\n", *"Yes."]
+    tokens = [thinking.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert all(len(ids) == 1 for ids in tokens)
+    stats = Stats()
+    last = len(texts) - 1
 
     def events(_):
-        for number, (text, ids) in enumerate(zip(said, tokens, strict=True)):
-            whole.count_step(1, 0, 1)
+        for number, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
+            stats.count_step(1, 0, 1)
             yield Event(
                 text,
                 tokens=ids,
                 accepted=0,
                 drafted=1,
                 finish_reason="stop" if number == last else None,
-                stats=whole,
+                stats=stats,
             )
 
     engine._events = events
     usage = post(engine, CHAT, ask(CHAT, stop=stop)).json()["usage"]
-    assert usage["completion_tokens"] == len(said)
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == len("Two and two.") + 1
+    assert usage["completion_tokens"] == len(texts)
+    # The end marker of the thought counts as well.
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(thought) + 1
 
 
 PATCH = '*** Begin Patch\n+\t<b>&</b> "x"\n*** End Patch\n'
@@ -229,7 +243,7 @@ def test_a_custom_tool_is_called_with_text(thinking):
     engine = FakeEngine(thinking, ["</think><tool_call>\n", call, "\n</tool_call>"])
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: hunk+"}
     custom = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": grammar}
-    answer, events = responded(engine, tools=[custom])
+    answer, events = streamed_response(engine, tools=[custom])
     assert all(words in engine.prompt() for words in ("apply_patch", "Edits.", "start: hunk+"))
     [item] = answer["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH)
@@ -237,7 +251,7 @@ def test_a_custom_tool_is_called_with_text(thinking):
     assert [event["delta"] for event in events if event["type"] == f"{kind}.delta"] == [PATCH]
     assert [event["input"] for event in events if event["type"] == f"{kind}.done"] == [PATCH]
     result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
-    responded(engine, *HI, item, result)
+    streamed_response(engine, *HI, item, result)
     assert "Done!" in engine.prompt() and json.dumps(PATCH)[1:-1] in engine.prompt()
 
 
@@ -273,26 +287,34 @@ def test_a_response_is_continued_by_its_id(thinking):
 
 
 def test_a_response_that_is_not_stored_or_another_users_is_not_found(engine):
-    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
+    mine = {"Authorization": "Bearer a"}
+    theirs = {"Authorization": "Bearer b"}
     with client(engine, auth=Auth(keys=frozenset("ab"))) as server:
 
         def create(headers, **more):
             return server.post(RESPONSES, json=ask(RESPONSES, **more), headers=headers)
 
-        kept, left = (create(mine, store=store).json()["id"] for store in (None, False))
-        for id, user, status in ((kept, mine, 200), (kept, theirs, 400), (left, mine, 400)):
+        stored = create(mine).json()["id"]
+        not_stored = create(mine, store=False).json()["id"]
+        for id, user, status in (
+            (stored, mine, 200),
+            (stored, theirs, 400),
+            (not_stored, mine, 400),
+        ):
             again = create(user, previous_response_id=id)
             assert again.status_code == status, again.text
         assert again.json()["error"]["code"] == "previous_response_not_found"
 
 
 def test_the_least_recently_used_response_is_dropped():
+    store = ResponseStore(1400)  # bytes, enough for two of these responses
+
     def add(name):
         output = [{"type": "message", "id": f"{name} 1", "content": "y" * 200}]
         store.add("", [], {"id": name, "output": output})
 
-    store = ResponseStore(1400)
-    add("a"), add("b")
+    add("a")
+    add("b")
     store.get("", "a")
     add("c")
     assert store.get("", "a") and store.get("", "c")

@@ -65,7 +65,7 @@ ANSWERS = {
 }
 
 
-class Scripted(FakeEngine):
+class ScriptedEngine(FakeEngine):
     """Answers by the last question. With drafting it is twice as fast as without."""
 
     def question(self, prompt):
@@ -73,12 +73,13 @@ class Scripted(FakeEngine):
 
     def submit(self, prompt, **settings):
         question = self.question(prompt)
-        same = sum(self.question(earlier) == question for earlier, _ in self.submitted)
         answer = next((text for word, text in ANSWERS.items() if word in question), "It is 85.")
         if "ount." in question:  # "Count." or "count."
-            answer = f"Answer {same + 1}."
-        most = 3 if len(answer) < 40 else 40
-        pieces = rf"</?(?:think|tool_call)>|(?:(?!</?think|</?tool_call).){{1,{most}}}"
+            earlier_questions = [self.question(earlier) for earlier, _ in self.submitted]
+            answer = f"Answer {earlier_questions.count(question) + 1}."
+        # Markers are steps of their own; other text comes in steps of up to 3 or 40 characters.
+        step_length = 3 if len(answer) < 40 else 40
+        pieces = rf"</?(?:think|tool_call)>|(?:(?!</?think|</?tool_call).){{1,{step_length}}}"
         self.steps = re.findall(pieces, answer, re.DOTALL) or [""]
         self.error = RuntimeError("boom") if "Fail" in question else None
         self.reason = "stop"
@@ -96,7 +97,7 @@ class Scripted(FakeEngine):
 
 
 def run_in_browser(script, engine, folder, others=()):
-    """Run a script of what a person does in the browser with the page of this engine."""
+    """Run a script that uses the page of a server with this engine, as a person would."""
     tools = (MODULES / "playwright-core", MODULES / "axe-core")
     if CHROMIUM is None or shutil.which("node") is None or not all(tool.is_dir() for tool in tools):
         pytest.skip("needs Chromium, node, npm's playwright-core and axe-core below NODE_PATH")
@@ -113,8 +114,8 @@ def run_in_browser(script, engine, folder, others=()):
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
             async with asyncio.timeout(180):
-                _, told = await process.communicate()
-            assert process.returncode == 0, told.decode()
+                _, stderr = await process.communicate()
+            assert process.returncode == 0, stderr.decode()
 
     asyncio.run(run())
 
@@ -124,22 +125,26 @@ def render(server, text):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_an_answer_says_what_it_waits_for():
+def test_the_page_says_what_an_answer_waits_for():
     page = Path(web_page.__file__).parent / "page"
     command = ["node", FOLDER / "page_waits.mjs", page / "answer.js", page / "turns.js"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
-def test_markdown_is_rendered_without_what_acts():
+def test_rendered_markdown_has_no_links_images_scripts_or_styles():
+    """Only tags that do nothing, whose only attribute is `class`. Links are shown as text."""
     with client(FakeEngine(make_target())) as server:
-        nice, hostile = (render(server, text).json()["html"] for text in (MARKDOWN, HOSTILE))
-    tags = set(re.findall(r"<([a-z0-9]+)", nice + hostile))
+        harmless = render(server, MARKDOWN).json()["html"]
+        hostile = render(server, HOSTILE).json()["html"]
+    tags = set(re.findall(r"<([a-z0-9]+)", harmless + hostile))
     inert = "h1 ol li em code blockquote table thead tbody tr th td pre p span br"
     assert tags == set(inert.split())
-    assert set(re.findall(r" ([a-z]+)=", re.sub(">[^<]*<", "><", nice + hostile))) == {"class"}
-    assert '<span class="c1"># the same</span>' in nice and '<td class="align-right">2' in nice
-    assert '<span class="link">the page</span> <span class="address">https://e' in nice
+    only_tags = re.sub(">[^<]*<", "><", harmless + hostile)
+    assert set(re.findall(r" ([a-z]+)=", only_tags)) == {"class"}
+    assert '<span class="c1"># the same</span>' in harmless
+    assert '<td class="align-right">2' in harmless
+    assert '<span class="link">the page</span> <span class="address">https://e' in harmless
 
 
 FORMULAS = [
@@ -161,6 +166,7 @@ WORDS = [
 
 
 def shown(text):
+    """The words that a reader of the rendered text sees."""
     return html.unescape(re.sub(r"<[^>]*>", "", markdown.render(text))).strip()
 
 
@@ -175,13 +181,13 @@ def test_every_word_of_a_text_is_on_the_page(text):
 
 
 @pytest.mark.parametrize("blank", " \n\t")
-def test_code_that_pygments_hangs_on_is_not_coloured(blank):
+def test_code_on_which_pygments_hangs_is_not_coloured(blank):
     code = f"a{blank * 20_000}b"
     assert "<span" not in markdown.render(f"```c\n{code}\n```")
     assert "<span" in markdown.render("```c\nreturn 0;\n```")
 
 
-def test_a_text_that_takes_too_long_is_given_up(monkeypatch):
+def test_a_text_that_takes_too_long_to_render_is_an_error(monkeypatch):
     def endless(text):
         while True:
             pass
@@ -201,16 +207,17 @@ def test_a_text_that_takes_too_long_is_given_up(monkeypatch):
 
 @pytest.mark.browser
 def test_the_page_in_a_browser(tmp_path):
-    engine = Scripted(make_target("json_tools", thinking="", context=2500))
+    engine = ScriptedEngine(make_target("json_tools", thinking="", context=2500))
     other = FakeEngine(engine.target)
     offered = OfferedModel("other", lambda _: make_handler(other))
     run_in_browser("page.mjs", engine=engine, folder=tmp_path, others=[offered])
     assert len(other.submitted) == 1
     settings = [settings for _, settings in engine.submitted]
     assert "block_size" not in settings[0] and settings[0]["max_tokens"] == 2048
-    raced = [asked for asked in settings if "seed" in asked]
-    assert [asked.get("block_size") for asked in raced] == [None, 1]
-    assert raced[0]["seed"] == raced[1]["seed"]
+    # A race of drafted and plain decoding has one seed.
+    drafted, plain = [request for request in settings if "seed" in request]
+    assert "block_size" not in drafted and plain["block_size"] == 1
+    assert drafted["seed"] == plain["seed"]
     prompts = [engine.target.tokenizer.decode(prompt) for prompt, _ in engine.submitted]
     assert any("system\nBe brief." in prompt for prompt in prompts)
     assert not any("word word" in prompt for prompt in prompts)
@@ -219,7 +226,7 @@ def test_the_page_in_a_browser(tmp_path):
 
 @pytest.mark.browser
 def test_the_page_with_the_embedded_pair(tmp_path):
-    pair = dm.load("tiny")
-    with dm.Engine(*pair) as engine:
-        engine.target = pair[0]
+    target, drafter = dm.load("tiny")
+    with dm.Engine(target, drafter) as engine:
+        engine.target = target
         run_in_browser("page_tiny.mjs", engine, tmp_path)

@@ -1,6 +1,7 @@
-"""An answer that a message begins: what follows is read as it would be in the whole answer.
+"""Prefilled answers: the last message is the beginning of an answer, which the model continues.
 
-The truth is the whole answer: each of its parts without what stands before the cut.
+A whole answer is cut at many places. The server must return the same parts (thought, text, call)
+as the whole answer has, without what comes before the cut.
 """
 
 import json
@@ -16,34 +17,39 @@ THOUGHT = "Let me STOP and\nthink, <b>3 < 4</b>."
 TEXT = "Here it is: STOP. Then\n\nmore"
 ARGUMENTS = {"path": "a\tb", "text": "two\nlines </a>"}
 APIS = (Chat, Messages, Ollama)
-HEADED = ("harmony", "muse_spark")
+WITH_HEADERS = ("harmony", "muse_spark")  # families whose answers begin with a header
 FINAL = {"harmony": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
 each_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.path[4:])
 
 
 def answer_of(family):
-    """The parts of a whole answer as (kind, text); a template puts its header before the text."""
-    if family in HEADED:
+    """The parts of a whole answer as (kind, text).
+
+    Where answers have headers, the template writes the text's, so there is only text to continue.
+    """
+    if family in WITH_HEADERS:
         return [("text", TEXT)]
     thought = [("marker", "<think>\n"), ("thought", THOUGHT), ("marker", "\n</think>\n\n")]
     return [*thought, ("text", TEXT), ("call", written(family, "write", ARGUMENTS))]
 
 
 def cuts_of(answer, control_tokens, number=7):
-    """Positions in every part of an answer at which to cut it, none inside a control token."""
-    places = set()
+    """About `number` positions in each part of an answer to cut it at.
+
+    None is inside a control token, or at an end of the answer.
+    """
+    cuts = set()
     start = 0
     for _, text in answer:
-        steps = range(start, start + len(text) + 1, max(1, len(text) // number))
-        places |= {*steps, start + len(text)}
-        start += len(text)
+        end = start + len(text)
+        cuts.update(range(start, end + 1, max(1, len(text) // number)))
+        cuts.add(end)
+        start = end
     whole = "".join(text for _, text in answer)
-    inside = {
-        index
-        for match in control_tokens.finditer(whole)
-        for index in range(match.start() + 1, match.end())
-    }
-    return sorted(places - inside - {0, len(whole)})
+    cuts -= {0, len(whole)}
+    for match in control_tokens.finditer(whole):
+        cuts -= set(range(match.start() + 1, match.end()))
+    return sorted(cuts)
 
 
 def rest_of(answer, kind, cut):
@@ -51,7 +57,8 @@ def rest_of(answer, kind, cut):
     remaining = ""
     start = 0
     for part_kind, text in answer:
-        remaining += text[max(0, cut - start) :] if part_kind == kind else ""
+        if part_kind == kind:
+            remaining += text[max(0, cut - start) :]
         start += len(text)
     return remaining
 
@@ -94,26 +101,31 @@ def test_thoughts_text_and_calls_are_continued(family, api):
 
 @each_api
 @pytest.mark.parametrize("family", ["json_tools", "harmony", "deepseek_v31", "llama3"])
-def test_stop_strings_count_in_the_text_alone(family, api):
+def test_stop_strings_count_only_in_the_text(family, api):
     """The thought has the stop string as well, which does not end the answer there."""
     target = target_of(family)
     answer = answer_of(family)
     engine = ToldEngine(target)
     talk = api()
-    more = {"options": {"stop": ["STOP"]}} if api is Ollama else {"stop": ["STOP"]}
-    more = {"stop_sequences": ["STOP"]} if api is Messages else more
+    more = {
+        Chat: {"stop": ["STOP"]},
+        Messages: {"stop_sequences": ["STOP"]},
+        Ollama: {"options": {"stop": ["STOP"]}},
+    }[api]
     with client(engine) as server:
         for cut in cuts_of(answer, control_token_pattern(target)):
             said = prefill(talk, engine=engine, server=server, answer=answer, cut=cut, **more)
             before, stop, _ = rest_of(answer, "text", cut).partition("STOP")
+            call = rest_of(answer, "call", cut)
+            reaches_call = call != "" and stop == ""
             assert said.text == before, cut
-            assert bool(said.calls) == (not stop and bool(rest_of(answer, "call", cut))), cut
+            assert bool(said.calls) == reaches_call, cut
 
 
 @each_api
 @pytest.mark.parametrize("family", ["json_tools", "glm47", "mistral"])
-def test_a_call_that_is_not_finished_stays_text(family, api):
-    """The answer has only the part of it that the message does not have already."""
+def test_an_unfinished_call_is_text(family, api):
+    """The answer has only the part that is not in the message."""
     target = target_of(family)
     call = written(family, "write", {"path": "x"})
     answer = [("text", call[: len(call) // 3])]
@@ -140,26 +152,26 @@ JSON = ['{"a": 12, "b": [true, false]}', '{\n  "a":12,\n  "b":[\n    true ]\n}']
 
 
 @each_api
-@pytest.mark.parametrize("laid_out", JSON, ids=["one line", "pretty"])
+@pytest.mark.parametrize("json_text", JSON, ids=["one line", "pretty"])
 @pytest.mark.parametrize("family", WRITERS)
-def test_json_of_a_schema_is_continued(family, laid_out, api):
-    """The beginning and what follows are JSON together, in the layout that the client began."""
+def test_json_of_a_schema_is_continued(family, json_text, api):
+    """The beginning and its continuation fit the schema together, in the beginning's layout."""
     target = target_of(family)
-    thought = [] if family in HEADED else answer_of(family)[:3]
-    answer = [*thought, ("text", laid_out)]
+    thought = [] if family in WITH_HEADERS else answer_of(family)[:3]
+    answer = [*thought, ("text", json_text)]
     engine = ToldEngine(target)
     talk = api()
     with client(engine) as server:
         for cut in cuts_of(answer, control_token_pattern(target), 4):
-            begun = rest_of(answer, "text", 0).removesuffix(rest_of(answer, "text", cut))
-            if laid_out == JSON[1] and "\n" not in begun:
-                continue  # nothing says yet that the text has several lines
+            beginning = json_text.removesuffix(rest_of(answer, "text", cut))
+            if json_text == JSON[1] and "\n" not in beginning:
+                continue  # the beginning does not show yet that the JSON has several lines
             said = prefill(
                 talk, engine=engine, server=server, answer=answer, cut=cut, **FORMATS[api.path]
             )
             assert (said.thought or "").strip("\n") == rest_of(answer, "thought", cut).strip("\n")
-            assert begun + said.text == laid_out, cut
-            jsonschema.validate(json.loads(begun + said.text), SCHEMA)
+            assert beginning + said.text == json_text, cut
+            jsonschema.validate(json.loads(beginning + said.text), SCHEMA)
 
 
 @each_api
@@ -189,7 +201,7 @@ def test_a_forced_call_is_continued(family, api):
 
 
 @pytest.mark.parametrize("path", [CHAT, OLLAMA])
-def test_log_probabilities_are_those_of_what_follows(path):
+def test_log_probabilities_are_only_those_of_the_continuation(path):
     target = target_of("json_tools")
     answer = answer_of("json_tools")[:4]
     engine = ToldEngine(target)
@@ -204,6 +216,7 @@ def test_log_probabilities_are_those_of_what_follows(path):
             assert "".join(row["token"] for row in rows) == whole[cut:]
 
 
+# A template that opens each thought, and one that ends the thoughts of earlier answers.
 OPENED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}<think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -219,7 +232,7 @@ ENDED = (
 
 @each_api
 @pytest.mark.parametrize(
-    ("template", "begun", "rest", "right"),
+    ("template", "beginning", "rest", "expected"),
     [
         (OPENED, "Hm", " so</think>\n\nYes", (" so", "Yes")),
         (OPENED, "Hm</think>\n\nY", "es", (None, "es")),
@@ -228,15 +241,15 @@ ENDED = (
     ],
 )
 def test_answers_continue_where_the_template_opens_or_ends_the_thought(
-    template, begun, rest, right, api
+    template, beginning, rest, expected, api
 ):
+    """`expected` is the thought and the text of the continuation."""
     engine = ToldEngine(make_target("json_tools", template, thinking=""), [rest])
     talk = api()
     with client(engine) as server:
-        said = prefill(
-            talk, engine=engine, server=server, answer=[("text", begun + rest)], cut=len(begun)
-        )
-    assert (said.thought, said.text) == right
+        whole = [("text", beginning + rest)]
+        said = prefill(talk, engine=engine, server=server, answer=whole, cut=len(beginning))
+    assert (said.thought, said.text) == expected
 
 
 @pytest.mark.parametrize(

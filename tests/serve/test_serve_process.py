@@ -1,4 +1,4 @@
-"""The real process with the embedded pair and the SDKs of OpenAI and Anthropic."""
+"""A real server process with the embedded pair, asked with the SDKs of OpenAI and Anthropic."""
 
 import json
 import re
@@ -17,23 +17,24 @@ LONG = [{"role": "user", "content": "x " * 4000}]
 OPTIONS = ("--no-policy", "--stock-blas", "--port", "0", "--block-size", "8")
 
 
-class Process:
-    """A server, and where it is."""
+class ServerProcess:
+    """A server process, and its URL. `last_output` is what it wrote after it was ready."""
 
     def __init__(self, *options: str) -> None:
         command = [sys.executable, "-m", "dflash_mlx", "serve", *OPTIONS, *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        said = ""
+        output = ""
         for line in self.process.stderr:
-            said += line
-            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+            output += line
+            match = re.search(r"http://127\.0\.0\.1:\d+", line)
+            if match:
                 self.url = match[0]
                 return
-        raise AssertionError(said)
+        raise AssertionError(output)
 
-    def ended(self) -> int:
-        """Wait for its end, keep its last output, and return its exit status."""
-        self.last = self.process.stderr.read()
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit status."""
+        self.last_output = self.process.stderr.read()
         return self.process.wait(60)
 
 
@@ -45,10 +46,10 @@ def server(request, tmp_path_factory):
         file = tmp_path_factory.mktemp("hosts") / "hosts.json"
         file.write_text(json.dumps([{"ssh": "127.0.0.1"}] * ranks))
         hosts = ("--hosts", str(file))
-    process = Process("--concurrency", "8", "--queue", "8", *hosts)
-    yield process
-    process.process.terminate()
-    assert process.ended() == 0
+    server = ServerProcess("--concurrency", "8", "--queue", "8", *hosts)
+    yield server
+    server.process.terminate()
+    assert server.wait() == 0
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,8 @@ def test_openai_chat(chat):
             assert len(token.top_logprobs) == 2 and token.logprob <= 0
     assert whole.usage.total_tokens == streamed.usage.total_tokens
     tokens = sum(len(choice.logprobs.content) for choice in whole.choices)
-    stopped = sum(choice.finish_reason == "stop" for choice in whole.choices)
-    assert whole.usage.completion_tokens == tokens + stopped
+    eos_tokens = sum(choice.finish_reason == "stop" for choice in whole.choices)
+    assert whole.usage.completion_tokens == tokens + eos_tokens
 
 
 def test_openai_completions_and_models(chat):
@@ -98,7 +99,7 @@ def test_openai_responses(chat):
     with chat.responses.stream(**settings) as stream:
         for _ in stream:
             pass
-    # The SDK knows of a final response only where the answer was not cut.
+    # The SDK's `get_final_response` works only if the answer was not cut.
     assert whole.status == "incomplete" and whole.output_text
     with chat.responses.stream(**settings | {"max_output_tokens": 200}) as stream:
         final = stream.get_final_response()
@@ -114,11 +115,12 @@ def test_openai_responses(chat):
     ("seeds", "step"), [(1, 7), pytest.param(5, 1, marks=pytest.mark.matrix, id="200")]
 )
 def test_schemas_and_forced_calls_validate(chat, claude, seeds, step):
-    """At concurrency 8; all of them with `pytest -m matrix tests/serve/test_serve_process.py`."""
-    asked = cases(seeds)[::step]
-    assert len(asked) == (200 if step == 1 else 6)
+    """Eight at a time. `pytest -m matrix tests/serve/test_serve_process.py` asks all 200."""
+    selected = cases(seeds)[::step]
+    assert len(selected) == (200 if step == 1 else 6)
     with ThreadPoolExecutor(8) as threads:
-        for future in [threads.submit(check, chat, claude, *case) for case in asked]:
+        futures = [threads.submit(check, chat, claude, *case) for case in selected]
+        for future in futures:
             future.result(600)
 
 
@@ -130,26 +132,26 @@ def test_anthropic_messages(claude):
         streamed = stream.get_final_message()
     assert text == whole.content[0].text == streamed.content[0].text
     assert streamed.usage.output_tokens == whole.usage.output_tokens == 60
-    cached = [message.usage.cache_read_input_tokens for message in (whole, streamed)]
-    read = [message.usage.input_tokens for message in (whole, streamed)]
     assert whole.stop_reason == streamed.stop_reason == "max_tokens"
     counted = claude.messages.count_tokens(model="m", messages=QUESTION)
-    assert [sum(counts) for counts in zip(cached, read, strict=True)] == [counted.input_tokens] * 2
+    for usage in (whole.usage, streamed.usage):
+        assert usage.cache_read_input_tokens + usage.input_tokens == counted.input_tokens
     stopped = claude.messages.create(**settings, stop_sequences=["Ones"])
     assert stopped.stop_sequence == "Ones" and "Ones" not in stopped.content[0].text
 
 
-def test_the_prefix_cache(chat, claude):
+def test_a_system_prompt_is_cached_for_later_requests_of_both_apis(chat, claude):
+    """Claude Code's billing header, which differs in each session, is left out."""
     system = "Mind these rules. " * 80
 
-    def asked(question):
+    def prompt_and_cached_tokens(question):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         answer = chat.chat.completions.create(model="m", messages=messages, max_tokens=8)
         return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
 
-    _, before = asked("What is 3 plus 4?")
-    tokens, cached = asked("What is 5 plus 6?")
-    assert before < 20 and tokens - 20 < cached < tokens
+    _, cached_before = prompt_and_cached_tokens("What is 3 plus 4?")
+    tokens, cached = prompt_and_cached_tokens("What is 5 plus 6?")
+    assert cached_before < 20 and tokens - 20 < cached < tokens
     billing = {"type": "text", "text": "x-anthropic-billing-header: differs;"}
     blocks = [billing, {"type": "text", "text": system}]
     usage = claude.messages.create(model="m", max_tokens=8, system=blocks, messages=QUESTION).usage
@@ -176,7 +178,7 @@ def test_the_chat_command_as_a_client(server, chat):
 
 
 def test_sigterm_finishes_answers(server, chat):
-    """The last test: it ends the server of all."""
+    """This must be the last test, because it ends the server of all tests."""
     stream = chat.chat.completions.create(
         model="m", messages=QUESTION, max_tokens=600, stream=True, temperature=1, seed=5
     )
@@ -184,7 +186,7 @@ def test_sigterm_finishes_answers(server, chat):
     server.process.send_signal(signal.SIGTERM)
     *_, last = stream
     assert last.choices[0].finish_reason in ("stop", "length")
-    assert server.ended() == 0
-    assert "30 s" in server.last
+    assert server.wait() == 0
+    assert "30 s" in server.last_output
     with pytest.raises(openai.APIConnectionError):
         chat.models.list()

@@ -1,4 +1,4 @@
-"""Bounds of requests, and what the server says about itself."""
+"""Limits of requests, and the server's lists, metrics and logs."""
 
 import json
 import logging
@@ -19,7 +19,8 @@ from dflash_mlx.serve.web_app import Endpoints
 
 pytestmark = pytest.mark.anyio
 
-BODIES = {body.__doc__.split()[1]: body for body in make_docs.BODIES[:-1]}  # but /api/show
+# Path -> the class of its body, without the last one, that of /api/show.
+BODIES = {body.__doc__.split()[1]: body for body in make_docs.BODIES[:-1]}
 REQUEST = GenerationRequest("m", "Hi")
 ASKED = ask(CHAT, max_tokens=3)
 each_post = pytest.mark.parametrize("path", BODIES)
@@ -36,29 +37,32 @@ def test_bodies_that_are_not_json_objects_are_refused(server, path):
     assert answer.status_code == 415  # what a form of another site could send
 
 
-def test_errors_name_what_is_allowed_but_no_classes(server):
-    def told(sent):
-        return server.post(CHAT, json=sent).json()["error"]["message"]
+def test_errors_say_what_is_allowed_but_name_no_python_classes(server):
+    def message(body):
+        return server.post(CHAT, json=body).json()["error"]["message"]
 
-    assert told([]) == "The body should be a JSON object."
+    assert message([]) == "The body should be a JSON object."
     expected = "tool_choice: Input should be 'none', 'auto', 'required' or 'any', or an object"
-    assert told(ASKED | {"tool_choice": "sometimes"}) == expected
-    assert told(ASKED | {"messages": [5]}) == "messages.0: Input should be an object"
-    assert told(ASKED | {"tool_choice": {}}).endswith("Field required")
+    assert message(ASKED | {"tool_choice": "sometimes"}) == expected
+    assert message(ASKED | {"messages": [5]}) == "messages.0: Input should be an object"
+    assert message(ASKED | {"tool_choice": {}}).endswith("Field required")
 
 
-@pytest.mark.parametrize("named", [{}, {"content-type": "application/x-www-form-urlencoded"}])
-def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server, named):
-    """litellm and `curl -d` do not name JSON; a page need not either, but always has an origin."""
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_a_body_without_the_type_of_json_is_refused_only_from_browsers(server, headers):
+    """litellm and `curl -d` do not send the type. A browser always sends an origin.
+
+    A page of another site could send such a body without asking the server first (CORS).
+    """
     content = json.dumps(ASKED).encode()
-    assert server.post(CHAT, content=content, headers=named).status_code == 200
-    named = named | {"origin": "http://127.0.0.1:8000"}
-    assert server.post(CHAT, content=content, headers=named).status_code == 415
+    assert server.post(CHAT, content=content, headers=headers).status_code == 200
+    from_page = headers | {"origin": "http://127.0.0.1:8000"}
+    assert server.post(CHAT, content=content, headers=from_page).status_code == 415
 
 
 @each_post
 def test_validation_stops_at_the_first_wrong_item(path):
-    """Pydantic would report an error for each of millions."""
+    """Pydantic would report one error for each item, of which there may be millions."""
     wrong = [0.5] * 20_000
     for name in BODIES[path].model_fields:
         for value in (wrong, [wrong], [{"content": wrong}]):
@@ -77,7 +81,7 @@ def test_a_body_that_is_too_large_is_refused(server, monkeypatch):
 
 
 def test_a_body_that_arrives_too_slowly_is_refused(target, monkeypatch):
-    """Through ASGI: the test client sends a body at once."""
+    """The application is called directly, because the test client sends a body at once."""
     monkeypatch.setattr(body, "MAX_SECONDS", 0.01)
     sent = []
 
@@ -97,7 +101,7 @@ def test_a_body_that_arrives_too_slowly_is_refused(target, monkeypatch):
     assert sent[0]["status"] == 408
 
 
-def test_unknown_paths_and_methods(server):
+def test_unknown_paths_and_methods_are_errors_but_any_name_is_the_model(server):
     assert server.get("/v2/x").status_code == 404
     assert server.get("/v1/messages/x").json()["type"] == "error"
     assert server.get(CHAT).status_code == 405
@@ -138,37 +142,41 @@ async def test_requests_to_a_server_that_stops_are_refused(target):
     assert refused.value.status == 503 and not handler.busy
 
 
-def test_the_page_runs_only_its_own_script(server):
+def test_the_page_may_run_only_its_own_scripts(server):
     answer = server.get("/", headers={"accept": "text/html,*/*"})
     assert answer.status_code == 200 and server.head("/").status_code == 200
-    assert server.get("/").text == "Ollama is running"  # its clients ask whether it is there
+    assert server.get("/").text == "Ollama is running"  # Ollama's clients check for this
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
 
 
-def test_metrics(target):
+def test_metrics_count_tokens_requests_and_resources(target):
     with client(FakeEngine(target, cached=2)) as server:
         usage = server.post(CHAT, json=ASKED).json()["usage"]
         server.post(CHAT, json={})
         text = server.get("/metrics").text
-    lines = (line.removeprefix("dflash_") for line in text.splitlines() if line[0] != "#")
-    told = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-    assert (
-        told.items()
-        >= {
-            "generation_tokens_total": usage["completion_tokens"],
-            "prompt_tokens_total": usage["prompt_tokens"],
-            "cached_tokens_total": 2,
-            'responses_total{status="400"}': 1,
-            "time_to_first_token_seconds_count": 1,
-            **{"requests_running": 2, "requests_waiting": 3, "prefix_cache_bytes": 5},
-        }.items()
-    )
+    metrics = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.removeprefix("dflash_").rpartition(" ")
+            metrics[name] = float(value)
+    expected = {
+        "generation_tokens_total": usage["completion_tokens"],
+        "prompt_tokens_total": usage["prompt_tokens"],
+        "cached_tokens_total": 2,
+        'responses_total{status="400"}': 1,
+        "time_to_first_token_seconds_count": 1,
+        # The fake engine reports these.
+        "requests_running": 2,
+        "requests_waiting": 3,
+        "prefix_cache_bytes": 5,
+    }
+    assert {name: metrics[name] for name in expected} == expected
     for name in ("process_cpu_seconds", "process_peak_bytes", "device_bytes"):
-        assert told[name] > 0
+        assert metrics[name] > 0
 
 
-def test_logs_contain_no_prompts(target, caplog):
+def test_logs_contain_no_prompts_answers_or_control_characters(target, caplog):
     secret = "Xyzzy-plugh"
     hi = ask(MESSAGES, user(secret))
     with caplog.at_level(logging.DEBUG), client(FakeEngine(target, [secret])) as server:

@@ -1,4 +1,4 @@
-"""The server on a socket: clients that leave, shutdown, and the time while the model loads."""
+"""The server on a socket: clients that disconnect, shutdown, and loading."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def until(condition):
 
 
 async def first_line(server, content):
-    """The first line of a response, after which the client leaves."""
+    """The first line of a response, after which the client disconnects."""
     reader, writer = await connect(server, content)
     async with asyncio.timeout(20):
         line = await reader.readline()
@@ -57,7 +57,7 @@ def endless(target):
 
 @asynccontextmanager
 async def answering(engine, **more):
-    """A server, and the two ends of a connection whose answer is on its way."""
+    """A server that is answering a request, and the client's reader of the answer."""
     async with running(engine, **more) as server:
         reader, writer = await connect(server, request(stream=True))
         await until(lambda: server.handler.busy)
@@ -67,7 +67,7 @@ async def answering(engine, **more):
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_slot(endless, path, stream):
+async def test_a_client_that_disconnects_frees_its_slot(endless, path, stream):
     async with running(endless) as server:
         _, writer = await connect(server, request(path, stream=stream))
         await until(lambda: server.handler.busy)
@@ -89,33 +89,33 @@ async def test_more_answers_than_the_limit_get_503(endless, monkeypatch):
         assert (await first_line(server, HEALTH)).startswith("HTTP/1.1 200")
 
 
-async def test_headers_are_bounded(engine):
+async def test_the_size_of_headers_is_limited(engine):
     async with running(engine) as server:
         assert " 400 " in await first_line(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 2**17)
         assert " 200 " in await first_line(server, request(x="y" * 2**17))  # a body may be longer
 
 
 async def test_a_request_that_starts_slowly_does_not_block_others(engine, monkeypatch):
-    begun = threading.Event()
-    go_on = threading.Event()
+    started = threading.Event()
+    may_continue = threading.Event()
     submit = engine.submit
 
-    def slowly(*arguments, **settings):
-        begun.set()
-        assert go_on.wait(20)
+    def submit_slowly(*arguments, **settings):
+        started.set()
+        assert may_continue.wait(20)
         return submit(*arguments, **settings)
 
-    monkeypatch.setattr(engine, "submit", slowly)
+    monkeypatch.setattr(engine, "submit", submit_slowly)
     async with running(engine) as server:
         reader, writer = await connect(server, request())
-        await until(begun.is_set)
+        await until(started.is_set)
         assert " 200 " in await first_line(server, HEALTH)
-        go_on.set()
+        may_continue.set()
         assert b" 200 " in await reader.readline()
         writer.close()
 
 
-async def test_a_server_that_stops_gives_answers_time_and_then_says_why(endless):
+async def test_a_server_that_stops_lets_answers_run_for_a_while_and_then_says_why_they_end(endless):
     async with answering(endless) as (server, reader):
         server.stop()
         text = (await reader.read()).decode()
@@ -134,12 +134,15 @@ async def test_a_second_stop_ends_at_once(endless):
         assert endless.jobs[0].cancelled
 
 
-async def test_while_the_model_loads_the_server_says_so(engine):
+async def test_while_the_model_loads_only_health_is_ok(engine):
+    """Other paths ask clients to come back later."""
     async with running(engine, loaded=False) as server:
         assert " 200 " in await first_line(server, HEALTH)
         for path in ("/ready", "/", "/v1/models", MESSAGES):
-            asked = request(path) if path == MESSAGES else HEALTH.replace(b"/health", path.encode())
-            reader, writer = await connect(server, asked)
+            content = request(path)
+            if path != MESSAGES:
+                content = HEALTH.replace(b"/health", path.encode())
+            reader, writer = await connect(server, content)
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             writer.close()
             assert " 503 " in head and "retry-after: 2" in head
@@ -149,20 +152,22 @@ STEPS = ["Hel", "lo", " wor", "ld"]
 
 
 @pytest.mark.parametrize(
-    ("respond", "more", "others"),
-    [(ChatResponse, True, 2), (MessagesResponse, "r", 0)],  # the role, and the usage with the end
+    ("response_class", "argument", "other_pieces"),
+    # Chat sends the role before the steps, and the usage with the end after them.
+    [(ChatResponse, True, 2), (MessagesResponse, "r", 0)],
     ids=["chat", "messages"],
 )
-async def test_each_step_is_sent_in_one_piece(target, respond, more, others):
+async def test_each_step_is_sent_in_one_piece(target, response_class, argument, other_pieces):
+    """Even if a step has several events."""
     stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
-    pieces = [piece async for piece in respond(stream, more).frames()]
-    assert len(pieces) == len(STEPS) + others
+    pieces = [piece async for piece in response_class(stream, argument).frames()]
+    assert len(pieces) == len(STEPS) + other_pieces
     ids = {frame["id"] for frame in frames(b"".join(pieces).decode()) if "id" in frame}
-    assert len(ids) == (respond is ChatResponse)
+    assert len(ids) == (1 if response_class is ChatResponse else 0)
 
 
 async def test_a_client_that_stops_reading_is_disconnected(engine, monkeypatch):
-    """For the engine its answer has ended before, and no slot is held."""
+    """The engine has finished its answer before, so it holds no slot while it does not read."""
 
     async def receive():
         await asyncio.Event().wait()
@@ -180,10 +185,10 @@ async def test_a_client_that_stops_reading_is_disconnected(engine, monkeypatch):
     await stream
 
 
-def test_the_branches_of_a_chat_reach_the_engine(engine):
+def test_the_engine_is_told_where_prompts_of_a_chat_may_branch(engine):
+    """A prefix cache keeps checkpoints there."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     post(engine, CHAT, {"messages": chat})
     prompt, _ = engine.submitted[0]
-    assert (
-        engine.branches == branch_points(engine.target, prompt=chat, ids=prompt, template={}) != []
-    )
+    expected = branch_points(engine.target, prompt=chat, ids=prompt, template={})
+    assert expected and engine.branches == expected
