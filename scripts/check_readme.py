@@ -1,4 +1,4 @@
-"""Paste README into the shells that people have, block by block, with nothing but a clone.
+"""Paste the commands of README into interactive shells, as a new user with a clone would.
 
     python scripts/check_readme.py [--shell bash] [--shell zsh]
 
@@ -31,7 +31,7 @@ SHELLS = {"bash": ["bash", "--norc", "-i"], "zsh": ["zsh", "-f", "-i"]}
 
 @dataclass(frozen=True)
 class Command:
-    """What somebody would type: a line of shell, or a Python program."""
+    """A command of README: a line of shell, or a Python program."""
 
     text: str
     python: bool = False
@@ -48,7 +48,10 @@ class Command:
 
 
 def commands(page: str) -> list[Command]:
-    """The commands of a page, in its order. Output and diagrams begin with no program's name."""
+    """The commands of a page, in order.
+
+    A line of a block is a command if it begins with the name of a program; the others are output.
+    """
     blocks: list[Command] = []
     language: str | None = None  # of the fenced block that a line is in
     program = ""
@@ -66,12 +69,13 @@ def commands(page: str) -> list[Command]:
     return blocks
 
 
-def type_in(typed: list[Command], folder: Path, shell: str = "bash") -> int:
-    """Paste commands into one interactive shell in a folder; its exit status."""
+def paste(typed: list[Command], folder: Path, shell: str = "bash") -> int:
+    """Paste commands into one interactive shell in a folder; return its exit status."""
     lines = ["set -e", "PS1= PS2="]
     for command in typed:
         lines += [f"printf '%s\\n' {shlex.quote('$ ' + command.text.rstrip())}"]
-        lines += ["{ " + command.shell, "} < /dev/null"]  # the shell's own input is the paste
+        # A command must not read the shell's standard input, which has the commands after it.
+        lines += ["{ " + command.shell, "} < /dev/null"]
     path = os.pathsep.join(
         part for part in os.environ["PATH"].split(os.pathsep) if not _is_environment(Path(part))
     )
@@ -91,7 +95,7 @@ def _is_environment(folder: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shell", action="append", choices=SHELLS, help="default: all")
-    wanted = parser.parse_args()
+    options = parser.parse_args()
     every = commands((ROOT / "README.md").read_text(encoding="utf-8"))
     run = [command for command in every if not command.needs_hub]
     for command in every:
@@ -99,12 +103,13 @@ def main() -> int:
             print(f"needs the hub: {command.text}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
-        for shell in wanted.shell or SHELLS:
+        for shell in options.shell or SHELLS:
             print(f"In {shell}:", flush=True)
             if shutil.which(shell) is None:
                 print(f"{shell} is not installed; --shell leaves others out")
                 return 1
-            if status := type_in(run, Path(folder), shell):
+            status = paste(run, Path(folder), shell)
+            if status:
                 return status
     return 0
 

@@ -1,4 +1,4 @@
-"""Shared by scripts: options, methods that take turns, mlx-lm's decoding, a copy, graphs."""
+"""Functions that scripts share: options, methods that take turns, mlx-lm's decoding, and more."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def numbers(text: str) -> list[int]:
 def in_turns(
     methods: Mapping[Name, Callable[[], Result]], repeats: int
 ) -> dict[Name, list[Result]]:
-    """Call all methods `repeats` times, every turn in the opposite order of the last."""
+    """Call all methods `repeats` times, each turn in the opposite order of the one before."""
     results: dict[Name, list[Result]] = {name: [] for name in methods}
     for turn in range(repeats):
         names = list(methods)
@@ -60,7 +60,7 @@ def in_turns(
 
 
 def mlx_lm_tokens(target: Any, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
-    """mlx-lm's own plain decoding of the same model."""
+    """Decode with mlx-lm and the same model."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
@@ -79,7 +79,7 @@ def embedded_ids(target: Any) -> list[list[int]]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy the repository's files, those that git ignores left out."""
+    """Copy the repository's files, except those that git ignores."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):

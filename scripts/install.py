@@ -3,7 +3,7 @@
     .venv/bin/python scripts/install.py --editable '.[mlx]'
 
 Takes pip install's arguments. On a terminal the line changes in place; elsewhere each download is a
-line. If pip fails, all that it said is shown.
+line. If pip fails, its whole output is shown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 CLEAR = "\r\x1b[K"
 WIDTH = 78
-# What pip says of its work -> what is shown.
+# The lines of pip's output that are shown in another form.
 LOOKED_UP = re.compile(r"Collecting (?P<name>[\w.-]+)")
 FETCHED = re.compile(
     r" *(?:Downloading|Using cached) (?:\S*/)?(?P<name>[\w.]+?)-(?P<version>\d[\w.]*?)-\S*\.whl"
@@ -24,7 +24,10 @@ INSTALLED = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 
 def shown(line: str) -> tuple[str, bool] | None:
-    """What to show for a line of pip, and whether to print it off a terminal; None: nothing."""
+    """What to show for a line of pip, and whether to show it where there is no terminal.
+
+    Returns None for lines that are not shown.
+    """
     if match := FETCHED.match(line):
         version = f"{match['name'].replace('_', '-')} {match['version']}{match['size']}"
         return f"  fetching {version}", True
@@ -37,23 +40,23 @@ def shown(line: str) -> tuple[str, bool] | None:
 
 
 def install(arguments: list[str]) -> int:
-    """Run pip with these arguments; its exit status."""
+    """Run pip with these arguments; return its exit status."""
     command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *arguments]
     terminal = sys.stdout.isatty()
-    said = []
+    output = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, **pipes, text=True, bufsize=1) as pip:
         for line in pip.stdout:
-            said.append(line)
-            text, counts = shown(line) or ("", False)
+            output.append(line)
+            text, without_terminal = shown(line) or ("", False)
             if text and terminal:
                 print(f"{CLEAR}{text[:WIDTH]}", end="", flush=True)
-            elif counts:
+            elif without_terminal:
                 print(text, flush=True)
     if terminal:
         print(CLEAR, end="", flush=True)
     if pip.returncode:
-        print("".join(said), end="", file=sys.stderr)
+        print("".join(output), end="", file=sys.stderr)
     return pip.returncode
 
 

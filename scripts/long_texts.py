@@ -2,11 +2,11 @@
 
     python scripts/long_texts.py [--model tiny] [--lengths 1000,4000,8000] [--max-tokens 128]
 
-All sides of a length take turns in one process. "pays" computes the network's drafts and verifies
-what follows in the text instead, for the embedded pair was trained on short ones. The drafter that
-never pays is the model's own with its features mixed up: each draft costs what it costs, and is
-wrong. Prints seconds in all, to the first token, of the first step, in which the drafter reads the
-prompt, and of a later one, and the total over mlx-lm's.
+All methods take turns in one process. "pays" computes the network's drafts, but verifies the right
+tokens instead, because the embedded drafter was trained on short texts. "never pays" is the same
+drafter with its features mixed up: its drafts cost as much, and are wrong. Prints seconds in all,
+to the first token, of the first step, in which the drafter reads the prompt, and of a later step,
+and the ratio of the total to mlx-lm's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Seconds = tuple[float, float, float, float]  # in all, to the first token, of th
 
 
 class TextOracle:
-    """Drafts as a network does, at its cost, but what follows in a known text."""
+    """Computes a network's drafts, for their cost, but proposes the tokens of a known text."""
 
     def __init__(self, network: Any) -> None:
         self.network = network
@@ -40,7 +40,8 @@ class TextOracle:
         original_propose = session.propose
 
         def propose(anchor: int, width: int) -> Any:
-            mx.async_eval(original_propose(anchor, width).tokens if width > 1 else ())
+            if width > 1:
+                mx.async_eval(original_propose(anchor, width).tokens)
             after = session.position + 1
             return dm.Proposal([anchor, *self.text[after : after + width - 1]])
 
@@ -73,12 +74,13 @@ def seconds(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> Se
 
 
 def drafters_of(model: str) -> dict[str, Any]:
-    """The model's own drafter, and one that never pays, by what is printed of them."""
+    """The drafters by the name that is printed: one that pays, and one that never does."""
     import mlx.core as mx
 
     import dflash_mlx as dm
 
-    intact, mixed_up = (dm.load_drafter(model) for _ in range(2))
+    intact = dm.load_drafter(model)
+    mixed_up = dm.load_drafter(model)
     mixed_up.fc.weight = mixed_up.fc.weight[:, ::-1]
     mx.eval(mixed_up.fc.weight)
     return {"pays": TextOracle(intact), "never pays": mixed_up}
@@ -96,19 +98,18 @@ def main() -> None:
     target.context_length = 2**20
     target.tokenizer.eos_token_ids = set()  # every answer has as many tokens
     drafters = drafters_of(args.model)
-    text = "".join(
-        f"{prompt.messages[-1]['content']} {prompt.answer}\n" for prompt in embedded_prompts()
-    )
+    text = ""
+    for example in embedded_prompts():
+        text += f"{example.messages[-1]['content']} {example.answer}\n"
     ids = target.tokenizer.encode(text * 3)
     for length in numbers(args.lengths):
-        asked = ids[:length], args.max_tokens
-        plain = dm.generate(target, None, ids[:length], max_tokens=args.max_tokens)
-        drafters["pays"].text = [*ids[:length], *plain.tokens]
-        sides = {"mlx-lm": partial(mlx_lm_seconds, target, *asked)} | {
-            name: partial(seconds, target, drafter, *asked)
-            for name, drafter in {"plain": None, **drafters}.items()
-        }
-        results = in_turns(sides, args.repeats)
+        prompt = ids[:length]
+        plain = dm.generate(target, None, prompt, max_tokens=args.max_tokens)
+        drafters["pays"].text = [*prompt, *plain.tokens]
+        methods = {"mlx-lm": partial(mlx_lm_seconds, target, prompt, args.max_tokens)}
+        for name, drafter in {"plain": None, **drafters}.items():
+            methods[name] = partial(seconds, target, drafter, prompt, args.max_tokens)
+        results = in_turns(methods, args.repeats)
         base = median(run[0] for run in results["mlx-lm"])
         for name, runs in results.items():
             total, token, step, later = (median(values) for values in zip(*runs, strict=True))

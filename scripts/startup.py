@@ -3,10 +3,10 @@
     python scripts/startup.py
     python scripts/startup.py --turns 21 --core 0
 
-The model is the embedded target, so that starting is all there is. Then what each phase of our
-start takes, with and without the drafter; warming up is not part of a plain `generate`. Medians,
-in seconds of the processor, of user and system together. The first turn is not counted: it writes
-the bytecode of modules that pip has not compiled.
+The model is the small embedded target, so that nearly all of the time is the start. A second table
+has the phases of our start, with and without the drafter; `generate` without a drafter does not
+warm up. Both show medians of CPU time, user and system together. The first turn is not counted,
+because it compiles modules to bytecode that pip has not compiled.
 """
 
 from __future__ import annotations

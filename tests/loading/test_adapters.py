@@ -1,4 +1,4 @@
-"""Targets with an adapter of mlx_lm.lora: mlx-lm's own text with it, whatever drafts."""
+"""Targets with adapters of mlx_lm.lora and PEFT: the text is mlx-lm's, whatever drafts."""
 
 import functools
 import json
@@ -22,17 +22,22 @@ from dflash_mlx.errors import DFlashError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.prefix.entries import fingerprint
 
-KINDS = {"qwen3": "dora", "qwen3_moe": "lora", "qwen3_5": "full", "deepseek_v3": "lora"}
-KINDS |= {"gpt_oss": "lora"}
-HEADS = {"qwen3_5": "mtp", "deepseek_v3": "head"}
-PROMPTS = [2 * random_prompt(8 + 3 * i, i) for i in range(8)]  # a lookup finds something
+KINDS = {  # family -> the kind of its adapter
+    "qwen3": "dora",
+    "qwen3_moe": "lora",
+    "qwen3_5": "full",
+    "deepseek_v3": "lora",
+    "gpt_oss": "lora",
+}
+HEADS = {"qwen3_5": "mtp", "deepseek_v3": "head"}  # families with an MTP head as the drafter
+PROMPTS = [2 * random_prompt(8 + 3 * i, i) for i in range(8)]  # repetitive, so that lookup drafts
 LENGTH = 12
 SAMPLED = {"temperature": 0.8, "seed": 3}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """family -> the folder of its model and of its adapter."""
+    """A function of a family that returns the folders of its model and of its adapter."""
 
     @functools.cache
     def save(family: str) -> tuple[Path, Path]:
@@ -50,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
+def test_text_with_an_adapter_is_mlx_lms(saved: Any, family: str) -> None:
     """In chains and trees, alone, with kept caches and nine at once, greedy and sampled."""
     folder, adapter = saved(family)
     reference, _ = load_model(folder)
@@ -61,48 +66,53 @@ def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
     tuned = [plain_tokens(reference, prompt, LENGTH) for prompt in PROMPTS[:4]]
     tuned = [text[: text.index(0) + 1] if 0 in text else text for text in tuned]  # 0 ends a text
     assert tuned[0] != plain
-    named = HEADS.get(family, "none").replace("head", str(folder / "head"))
-    target, head = dm.load(str(folder), named, adapter=str(adapter))
-    ways = [(prompt, {"max_tokens": LENGTH}) for prompt in PROMPTS[:4]]
-    ways += [(prompt, {"max_tokens": LENGTH} | SAMPLED) for prompt in PROMPTS[4:]]
-    ways += [(PROMPTS[0] + tuned[0] + PROMPTS[1], {"max_tokens": LENGTH})]  # a next turn
-    texts = tuned + [dm.generate(target, None, prompt, **way).tokens for prompt, way in ways[4:]]
+    draft_name = HEADS.get(family, "none").replace("head", str(folder / "head"))
+    target, head = dm.load(str(folder), draft_name, adapter=str(adapter))
+    greedy = {"max_tokens": LENGTH}
+    requests = [(prompt, greedy) for prompt in PROMPTS[:4]]
+    requests += [(prompt, greedy | SAMPLED) for prompt in PROMPTS[4:]]
+    next_turn = PROMPTS[0] + tuned[0] + PROMPTS[1]
+    requests.append((next_turn, greedy))
+    texts = list(tuned)
+    for prompt, settings in requests[4:]:
+        texts.append(dm.generate(target, None, prompt, **settings).tokens)
     network = random_drafter(vocab_size=256, num_target_layers=4, target_layer_ids=[0, 3])
     for drafter in filter(None, (network, LookupDrafter(), head)):
         has_trees = drafts_trees(drafter) and target.supports_trees
         for rows in (None, 8) if has_trees else (None,):
             drafts = {"block_size": 6, "tree_budget": rows}
             store = dm.PrefixStore(target, drafter, memory=2**24, chunk=8)
-            keeps = {}, {"prefix": store}, {"conversation": dm.Conversation(target, drafter)}
+            keeps = ({}, {"prefix": store}, {"conversation": dm.Conversation(target, drafter)})
+            # The first request twice, its next turn, and a sampled one twice.
             for kept, number in product(keeps, (0, 0, 8, 4, 4)):
-                prompt, way = ways[number]
-                alone = dm.generate(target, drafter, prompt, **way, **drafts, **kept)
+                prompt, settings = requests[number]
+                alone = dm.generate(target, drafter, prompt, **settings, **drafts, **kept)
                 assert alone.tokens == texts[number]
-                assert alone.stats.drafted_tokens > 0 or isinstance(drafter, LookupDrafter)
+                if not isinstance(drafter, LookupDrafter):
+                    assert alone.stats.drafted_tokens > 0
             with dm.Engine(target, drafter) as engine:
-                jobs = [engine.submit(prompt, **way, **drafts) for prompt, way in ways]
+                jobs = [engine.submit(prompt, **way, **drafts) for prompt, way in requests]
                 assert [job.result().tokens for job in jobs] == texts
 
 
-def test_prefixes_on_the_disk_know_the_adapter(saved: Any, tmp_path: Path) -> None:
+def test_stored_prefixes_are_not_shared_between_adapters(saved: Any, tmp_path: Path) -> None:
     folder, adapter = saved("qwen3")
     target = dm.load_target(str(folder), adapter=str(adapter))
     base = dm.load_target(str(folder))
     prompt = random_prompt(60, 3)
-    tuned, plain = (
-        dm.generate(model, None, prompt, max_tokens=12).tokens for model in (target, base)
-    )
+    tuned = dm.generate(target, None, prompt, max_tokens=12).tokens
+    plain = dm.generate(base, None, prompt, max_tokens=12).tokens
     assert tuned != plain
     for model, text in ((base, plain), (target, tuned), (target, tuned)):
         store = dm.PrefixStore(model, None, folder=tmp_path, memory=2**20, chunk=16, disk_left=0)
         assert dm.generate(model, None, prompt, max_tokens=12, prefix=store).tokens == text
         store.flush()
-    other = save_adapter(tmp_path / "other", folder, "dora", scale=5.0)
+    other = save_adapter(tmp_path / "other", folder, "dora", scale=5.0)  # the same tensors
     targets = (base, target, dm.load_target(str(folder), adapter=str(other)))
-    assert len({fingerprint(model, None) for model in targets}) == 3  # of the same tensors, scaled
+    assert len({fingerprint(model, None) for model in targets}) == 3
 
 
-def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_or_are_incomplete_are_refused(saved: Any, tmp_path: Path) -> None:
     folder, adapter = saved("qwen3")
     _, other = saved("qwen3_moe")
 
@@ -110,38 +120,43 @@ def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
         return Path(shutil.copytree(adapter, tmp_path / name))
 
     config = json.loads((adapter / "adapter_config.json").read_text())
-    ranks, cut, part, kind, empty = map(copy, ("ranks", "cut", "part", "kind", "empty"))
+    wrong_rank = copy("wrong_rank")
     changed = config | {"lora_parameters": config["lora_parameters"] | {"rank": 8}}
-    (ranks / "adapter_config.json").write_text(json.dumps(changed))
-    whole = (cut / "adapters.safetensors").read_bytes()
-    (cut / "adapters.safetensors").write_bytes(whole[:-100])
-    weights = dict(mx.load(str(part / "adapters.safetensors")))
+    (wrong_rank / "adapter_config.json").write_text(json.dumps(changed))
+    truncated = copy("truncated")
+    whole = (truncated / "adapters.safetensors").read_bytes()
+    (truncated / "adapters.safetensors").write_bytes(whole[:-100])
+    incomplete = copy("incomplete")
+    weights = dict(mx.load(str(incomplete / "adapters.safetensors")))
     mx.eval(weights)
     weights.pop(next(iter(weights)))
-    mx.save_safetensors(str(part / "adapters.safetensors"), weights)
-    (kind / "adapter_config.json").write_text(json.dumps(config | {"fine_tune_type": "ia3"}))
-    (empty / "adapters.safetensors").unlink()
-    for path, said in (
+    mx.save_safetensors(str(incomplete / "adapters.safetensors"), weights)
+    unknown_type = copy("unknown_type")
+    ia3 = config | {"fine_tune_type": "ia3"}
+    (unknown_type / "adapter_config.json").write_text(json.dumps(ia3))
+    without_weights = copy("without_weights")
+    (without_weights / "adapters.safetensors").unlink()
+    for path, message in (
         (other, "does not fit"),
-        (ranks, "does not fit .* does not match"),
-        (part, "does not fit .* is missing"),
-        (cut, "truncated"),
-        (kind, "fine_tune_type is 'ia3'"),
-        (empty, "there is no adapters.safetensors in it"),
+        (wrong_rank, "does not fit .* does not match"),
+        (incomplete, "does not fit .* is missing"),
+        (truncated, "truncated"),
+        (unknown_type, "fine_tune_type is 'ia3'"),
+        (without_weights, "there is no adapters.safetensors in it"),
         (tmp_path / "nowhere", "no such folder"),
     ):
-        with pytest.raises(DFlashError, match=said) as caught:
+        with pytest.raises(DFlashError, match=message) as caught:
             dm.load_target(str(folder), adapter=str(path))
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_an_adapter_that_is_not_there_is_missed_before_a_model_is_downloaded() -> None:
-    nowhere = Hub("http://127.0.0.1:1")
+def test_a_missing_adapter_is_an_error_before_a_model_is_downloaded() -> None:
+    unreachable = Hub("http://127.0.0.1:1")
     with pytest.raises(DFlashError, match="No adapter './nowhere'"):
-        dm.load("no-such/model", "none", adapter="./nowhere", hub=nowhere)
+        dm.load("no-such/model", "none", adapter="./nowhere", hub=unreachable)
 
 
-# PEFT's adapters, against the same update added to the weights.
+# PEFT's adapters are compared with the same update added to the model's weights.
 
 PEFT: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
 PROJECTIONS = {"self_attn.q_proj": (128, 64), "mlp.down_proj": (64, 128)}
@@ -166,7 +181,10 @@ def peft_folder(path: Path, more: dict[str, Any], prefix: str = "model.") -> Pat
 
 
 def merged(folder: Path, adapter: Path, more: dict[str, Any]) -> dict[str, mx.array]:
-    """The model's weights with the update: W + scale B A, in DoRA with rows of the magnitude."""
+    """The model's weights with the update: W + scale * B @ A.
+
+    In DoRA each row of the sum is then scaled to the adapter's magnitude.
+    """
     weights = dict(mx.load(str(folder / "model.safetensors")))
     update = dict(mx.load(str(adapter / "adapter_model.safetensors")))
     for name in [name for name in update if name.endswith("lora_A.weight")]:
@@ -206,12 +224,12 @@ def test_an_adapter_of_peft_is_added_to_the_weights(
     tuned = dm.load_target(str(folder), adapter=str(adapter)).model(tokens)
     plain = dm.load_target(str(folder)).model(tokens)
     mx.save_safetensors(str(folder / "model.safetensors"), merged(folder, adapter, more))
-    wanted = dm.load_target(str(folder)).model(tokens)
-    assert mx.abs(wanted - plain).max() > 0.1
-    assert mx.allclose(tuned, wanted, atol=1e-3, rtol=1e-3)
+    expected = dm.load_target(str(folder)).model(tokens)
+    assert mx.abs(expected - plain).max() > 0.1
+    assert mx.allclose(tuned, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_peft_saves_whole_modules_too(tmp_path: Path) -> None:
+def test_a_module_that_peft_saved_whole_replaces_the_models(tmp_path: Path) -> None:
     folder = save_target(tmp_path / "model", "llama", tie_word_embeddings=False)
     adapter = peft_folder(tmp_path / "adapter", {"modules_to_save": ["lm_head"]})
     file = str(adapter / "adapter_model.safetensors")
@@ -224,7 +242,7 @@ def test_peft_saves_whole_modules_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
@@ -234,11 +252,11 @@ def test_peft_saves_whole_modules_too(tmp_path: Path) -> None:
     ],
 )
 def test_an_adapter_of_peft_that_is_more_than_lora_is_refused(
-    tmp_path: Path, more: dict[str, Any], said: str
+    tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
     folder = save_target(tmp_path / "model", "llama")
     adapter = peft_folder(tmp_path / "adapter", more)
-    with pytest.raises(DFlashError, match=said):
+    with pytest.raises(DFlashError, match=message):
         dm.load_target(str(folder), adapter=str(adapter))
 
 
@@ -249,13 +267,13 @@ def test_an_adapter_of_peft_for_another_model_is_refused(tmp_path: Path) -> None
     weights = dict(mx.load(file))
     mx.eval(weights)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    for changed, said in (
+    for changed, message in (
         (weights | {name.replace("layers.0", "layers.9"): weights[name]}, "has no place in it"),
         (weights | {name: mx.zeros((4, 32))}, r"lora_a is \(32, 4\) and not \(64, 4\)"),
         ({key: x for key, x in weights.items() if key != name}, "has no lora_a"),
     ):
         mx.save_safetensors(file, changed)
-        with pytest.raises(DFlashError, match=said):
+        with pytest.raises(DFlashError, match=message):
             dm.load_target(str(folder), adapter=str(adapter))
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(DFlashError, match="a PEFT adapter, and there is no adapter_model"):

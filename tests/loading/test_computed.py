@@ -1,4 +1,4 @@
-"""A config's fields are computed, or refused by name; none is dropped in silence."""
+"""A config's fields are computed, or refused by name; none is silently ignored."""
 
 import math
 import warnings
@@ -29,7 +29,10 @@ KEYS = {
 
 
 def rotation(keys: dict[str, Any], dims: int, base: float) -> tuple[np.ndarray, float]:
-    """Frequencies [dims / 2] and the factor of queries and keys: arXiv 2309.00071, section 3."""
+    """A rotation's frequencies [dims / 2], and the factor of queries and keys.
+
+    For YaRN, these are those of arXiv 2309.00071, section 3.
+    """
     factor = keys["factor"]
     frequencies = base ** -(np.arange(0, dims, 2) / dims)
     if keys.get("type") != "yarn":
@@ -45,15 +48,25 @@ def rotation(keys: dict[str, Any], dims: int, base: float) -> tuple[np.ndarray, 
     return frequencies * kept + frequencies / factor * (1 - kept), scale
 
 
-def of_rope(rope: Any) -> tuple[np.ndarray, float]:
-    """What a rope of mlx-lm rotates by, and the factor, from the rotation of ones."""
+def measured_rotation(rope: Any) -> tuple[np.ndarray, float]:
+    """The frequencies [dims / 2] of a rope of mlx-lm, and its factor, from its rotation of ones.
+
+    Position 0 is not rotated, so it shows the factor. The angle between the vectors of position 0
+    and position 1 is the frequency.
+    """
+
+    def components(row: np.ndarray) -> np.ndarray:
+        """The two components [2, dims / 2] of each rotated vector."""
+        return row.reshape(-1, 2).T if rope.traditional else row.reshape(2, -1)
+
     ones = mx.ones((1, 1, 2, rope.dims))
     first, second = np.array(rope(ones))[0, 0]
-    halves = [x.reshape(-1, 2).T if rope.traditional else x.reshape(2, -1) for x in (first, second)]
-    (a, b), (c, d) = halves
-    return np.arctan2(a * d - b * c, a * c + b * d), float(a[0])
+    x0, y0 = components(first)
+    x1, y1 = components(second)
+    return np.arctan2(x0 * y1 - y0 * x1, x0 * x1 + y0 * y1), float(x0[0])
 
 
+# Architectures for which a scaled rotation may be refused.
 REFUSING = {"gemma4", "gemma4moe", "nemotron_h", "nemotron_h_moe", "phi3", "qwen2moe"}
 
 
@@ -68,7 +81,7 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
     metadata = {k: v for k, v in metadata.items() if ".rope.scaling." not in k}
     more = {f"{kind}.rope.scaling.{key}": value for key, value in keys.items()}
     write(tmp_path / "a.gguf", metadata=metadata | more, tensors=tensors, kinds={})
-    latent = kind == "deepseek2"  # its factor is in the attention's scale
+    latent = kind == "deepseek2"  # whose attention's scale contains the factor
     try:
         folder = converted(tmp_path / "a.gguf", True)
         ropes = dict(read_target(Folder(folder))[0].named_modules())
@@ -83,9 +96,9 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
     for path in rotating:
         module = dict(plain.named_modules())[path]
         frequencies, factor = rotation(keys, module.dims, module.base)
-        ours = of_rope(ropes[outer + path])
-        assert np.allclose(ours[0], frequencies, rtol=1e-3, atol=1e-6)
-        assert np.isclose(ours[1], 1.0 if latent else factor)
+        our_frequencies, our_factor = measured_rotation(ropes[outer + path])
+        assert np.allclose(our_frequencies, frequencies, rtol=1e-3, atol=1e-6)
+        assert np.isclose(our_factor, 1.0 if latent else factor)
     assert rotating
 
 
@@ -105,7 +118,7 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
         ("qwen3", "attention.sliding_window", 64),
     ],
 )
-def test_keys_of_gguf_files_say_what_is_computed(
+def test_keys_of_gguf_files_that_are_not_computed_are_refused(
     tmp_path: Path, name: str, key: str, value: Any
 ) -> None:
     metadata, tensors, _ = gguf_of(name)
@@ -169,8 +182,8 @@ def test_fields_that_a_class_does_not_read_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_layers_without_a_rotation_that_a_class_fixes_are_computed() -> None:
-    """Llama 4's class computes its usual layers, which newer configs list."""
+def test_no_rope_layers_are_accepted_only_if_they_are_those_of_the_class() -> None:
+    """Llama 4's class always leaves every fourth layer without rotation; newer configs say so."""
     text = SHAPE | SCALED | {"num_hidden_layers": 8, "head_dim": 16, "vocab_size": 64}
     text |= {"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "use_qk_norm": True}
     text |= {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "num_local_experts": 2}
@@ -184,7 +197,7 @@ def test_layers_without_a_rotation_that_a_class_fixes_are_computed() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gemma2", "lfm2"])
 def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
-    """`rope_parameters`, also where mlx-lm's class does not declare it or reads theta alone."""
+    """`rope_parameters` is read even if mlx-lm's class does not know it or reads only theta."""
     older = {"rope_theta": 5e5, "rope_scaling": SCALING}
     newer = {"rope_parameters": SCALING | {"rope_theta": 5e5}}
     config = SHAPE | MOE | {"model_type": kind, "vocab_size": 64, "layer_types": None}
@@ -194,21 +207,18 @@ def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
     config |= {"query_pre_attn_scalar": 16, "full_attn_idxs": [0], "rope_traditional": False}
     ropes = []
     for spelling in (older, newer):
-        modules = [
-            x for x in build_model("a", config | spelling).modules() if hasattr(x, "traditional")
-        ]
-        ropes.append([of_rope(module) for module in modules])
-    wanted = rotation(YARN, 16, 5e5)
+        modules = build_model("a", config | spelling).modules()
+        ropes.append([measured_rotation(rope) for rope in modules if hasattr(rope, "traditional")])
+    expected_frequencies, expected_factor = rotation(YARN, 16, 5e5)
     for frequencies, factor in (*ropes[0], *ropes[1]):
-        assert np.allclose(frequencies, wanted[0], rtol=1e-3, atol=1e-6) and np.isclose(
-            factor, wanted[1]
-        )
+        assert np.allclose(frequencies, expected_frequencies, rtol=1e-3, atol=1e-6)
+        assert np.isclose(factor, expected_factor)
     assert len(ropes[0]) == len(ropes[1]) > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*rotates by longrope")
-def test_a_kind_of_rotation_has_both_names() -> None:
-    """Phi-4-mini's class asks for `type`, and transformers writes `rope_type`."""
+def test_the_kind_of_a_rotation_may_be_called_rope_type() -> None:
+    """Transformers writes `rope_type`, but Phi-4-mini's class in mlx-lm reads `type`."""
     scaling: dict[str, Any] = {"rope_type": "longrope"}
     scaling |= {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
     scaling |= {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -222,10 +232,11 @@ def test_an_attention_factor_is_computed() -> None:
     model = build_model(
         "a", SHAPE | {"model_type": "llama", "vocab_size": 64, "rope_scaling": scaling}
     )
-    assert of_rope(model.model.layers[0].self_attn.rope)[1] == 1.5
+    assert measured_rotation(model.model.layers[0].self_attn.rope)[1] == 1.5
 
 
-def test_a_window_that_is_not_computed_bounds_the_context(tmp_path: Path) -> None:
+def test_a_window_that_is_not_computed_limits_the_context(tmp_path: Path) -> None:
+    """Up to the window's length, full attention gives the same result. A warning says so."""
     folder = save_target(tmp_path, sliding_window=64)
     with pytest.warns(UserWarning, match=r"qwen3 does not compute the sliding window .* 64 tokens"):
         assert load_target(str(folder)).context_length == 64
@@ -239,8 +250,8 @@ def test_a_window_that_is_not_computed_bounds_the_context(tmp_path: Path) -> Non
         assert load_target(str(folder)).context_length > 64
 
 
-def test_an_attention_temperature_that_is_not_computed_bounds_the_context() -> None:
-    """It is 1 up to `floor_scale`."""
+def test_an_attention_temperature_that_is_not_computed_limits_the_context() -> None:
+    """Below position `floor_scale` the temperature is 1, and need not be computed."""
     config = SHAPE | {"model_type": "llama4_text", "vocab_size": 64, "tie_word_embeddings": True}
     config |= {"no_rope_layers": [1, 0, 1], "use_qk_norm": True, "intermediate_size_mlp": 64}
     config |= {"attn_temperature_tuning": True, "floor_scale": 128}
@@ -255,7 +266,7 @@ PHIMOE = {"model_type": "phimoe", "num_local_experts": 2, "lm_head_bias": False}
 
 
 def longrope(config: dict[str, Any], factors: list[float]) -> tuple[np.ndarray, float]:
-    """Frequencies and amplitude: arXiv 2402.13753, section 3; the amplitude of its appendix."""
+    """Frequencies and amplitude of LongRoPE: arXiv 2402.13753, section 3 and the appendix."""
     base = 1e4 ** -(np.arange(0, 16, 2) / 16)
     stretch = config["max_position_embeddings"] / 64
     return base / factors, math.sqrt(1 + math.log(max(stretch, 1)) / math.log(64))
@@ -263,7 +274,10 @@ def longrope(config: dict[str, Any], factors: list[float]) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("length", [32, 64, 65, 512])
 @pytest.mark.parametrize("spelling", ["at the root", "nested", "rope_parameters", "phimoe"])
-def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling: str) -> None:
+def test_the_context_length_decides_which_factors_of_longrope_are_used(
+    length: int, spelling: str
+) -> None:
+    """Beyond the original 64 tokens these are the long ones, with a warning."""
     config = SHAPE | LONG | {"max_position_embeddings": length}
     if spelling != "at the root":
         config.pop("original_max_position_embeddings")
@@ -275,7 +289,7 @@ def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling
     if spelling == "phimoe":
         config |= PHIMOE
         config["rope_scaling"] = nested | {"short_mscale": 1.2, "long_mscale": 1.3}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = build_model("a", config)
     part = "short_factor" if length <= 64 else "long_factor"
@@ -290,7 +304,6 @@ def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling
     angles = np.arctan2(right - left, right + left)
     assert np.allclose(angles, frequencies, rtol=1e-3, atol=1e-5)
     assert np.isclose(first[0], amplitude)
-    messages = [str(warning.message) for warning in said]
-    assert [("longrope" in message and "64" in message) for message in messages] == [True] * (
-        length > 64
-    )
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (1 if length > 64 else 0)
+    assert all("longrope" in message and "64" in message for message in messages)

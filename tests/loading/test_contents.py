@@ -1,4 +1,4 @@
-"""What a path holds is named by its header, wherever it is given by mistake."""
+"""An error about a wrong path says what the path has, which its header or config shows."""
 
 import json
 import zipfile
@@ -29,7 +29,8 @@ from dflash_mlx.train.dataset import read_records
 DATA = Path(__file__).parents[1] / "data"
 
 
-def header_only(path: Path, architecture: str, **general: str) -> Path:
+def tiny_gguf(path: Path, architecture: str, **general: str) -> Path:
+    """Write a GGUF file with a header and one small tensor."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in general.items():
         writer.add_string(f"general.{key}", value)
@@ -42,9 +43,9 @@ def header_only(path: Path, architecture: str, **general: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each kind."""
-    folder = tmp_path_factory.mktemp("things")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One path of each kind of content: folders, weights, GGUF files, and other files."""
+    folder = tmp_path_factory.mktemp("paths")
     folders = {name: folder / name for name in ("target", "drafter", "adapter", "peft", "empty")}
     save_target(folders["target"], "llama")
     save_drafter(folders["drafter"])
@@ -57,12 +58,12 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[f"{kind}.safetensors"] = folder / f"{kind}.safetensors"
         mx.save_safetensors(str(folders[f"{kind}.safetensors"]), {name: array})
     folders["empty"].mkdir()
-    folders["gguf drafter"] = header_only(folder / "a.gguf", "dflash-draft")
-    folders["gguf eagle"] = header_only(folder / "e.gguf", "eagle3")
-    folders["gguf adapter"] = header_only(folder / "b.gguf", "llama", type="adapter")
-    folders["gguf projector"] = header_only(folder / "c.gguf", "clip")
-    folders["gguf model"] = header_only(folder / "d.gguf", "qwen3")
-    quantized_bytes = {
+    folders["gguf drafter"] = tiny_gguf(folder / "a.gguf", "dflash-draft")
+    folders["gguf eagle"] = tiny_gguf(folder / "e.gguf", "eagle3")
+    folders["gguf adapter"] = tiny_gguf(folder / "b.gguf", "llama", type="adapter")
+    folders["gguf projector"] = tiny_gguf(folder / "c.gguf", "clip")
+    folders["gguf model"] = tiny_gguf(folder / "d.gguf", "qwen3")
+    content_of = {
         "page": b"<!DOCTYPE html><html>",
         "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         "parquet": b"PAR1" + bytes(20),
@@ -71,7 +72,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "nothing": b"",
         "binary": bytes([200, 201, 0]) * 2000,
     }
-    for name, content in quantized_bytes.items():
+    for name, content in content_of.items():
         folders[name] = folder / name
         folders[name].write_bytes(content)
     folders["torch"] = folder / "pytorch_model.bin"
@@ -105,8 +106,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_path_is_named_by_what_it_holds(things: dict[str, Path], name: str) -> None:
-    kind, words = read_contents(things[name])
+def test_the_content_of_a_path_is_recognized(paths: dict[str, Path], name: str) -> None:
+    kind, words = read_contents(paths[name])
     assert kind == KINDS[name][0] and words.startswith(KINDS[name][1])
 
 
@@ -123,8 +124,10 @@ ALL = [name for name in KINDS if name != "target"]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "gguf model"])
-def test_a_path_that_is_not_a_model_is_named(things: dict[str, Path], name: str) -> None:
-    message = refusal(DFlashError, dm.load_target, things[name])
+def test_the_error_about_a_path_that_is_not_a_model_says_what_it_is(
+    paths: dict[str, Path], name: str
+) -> None:
+    message = refusal(DFlashError, dm.load_target, paths[name])
     kind, words = KINDS[name]
     assert words.partition(" in GGUF")[0] in message
     option = {DRAFTER: "--draft", ADAPTER: "--adapter"}.get(kind, "")
@@ -132,38 +135,42 @@ def test_a_path_that_is_not_a_model_is_named(things: dict[str, Path], name: str)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if KINDS[name][0] not in (MODEL, DRAFTER)])
-def test_a_path_that_is_not_a_drafter_is_named(things: dict[str, Path], name: str) -> None:
-    message = refusal(DFlashError, dm.load, things["target"], str(things[name]))
+def test_the_error_about_a_path_that_is_not_a_drafter_says_what_it_is(
+    paths: dict[str, Path], name: str
+) -> None:
+    message = refusal(DFlashError, dm.load, paths["target"], str(paths[name]))
     assert KINDS[name][1].partition(" in GGUF")[0] in message
 
 
 @pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("adapter", "peft")])
-def test_a_path_that_is_not_an_adapter_is_named(things: dict[str, Path], name: str) -> None:
-    message = refusal(DFlashError, dm.load_target, things["target"], adapter=str(things[name]))
+def test_the_error_about_a_path_that_is_not_an_adapter_says_what_it_is(
+    paths: dict[str, Path], name: str
+) -> None:
+    message = refusal(DFlashError, dm.load_target, paths["target"], adapter=str(paths[name]))
     assert KINDS[name][1] in message and "not an adapter" in message
 
 
 @pytest.mark.parametrize("name", ["gguf model", "torch", "parquet", "binary"])
 @pytest.mark.parametrize("reader", [read_prompts, lambda path: list(read_records(path))])
-def test_a_file_of_rows_that_is_not_text_is_named(
-    things: dict[str, Path], name: str, reader: Any
+def test_the_error_about_a_file_of_prompts_or_records_that_is_not_text_says_what_it_is(
+    paths: dict[str, Path], name: str, reader: Any
 ) -> None:
     with pytest.raises(DataError) as caught:
-        reader(things[name])
+        reader(paths[name])
     assert KINDS[name][1] in str(caught.value)
 
 
-def test_the_weights_of_a_folder_mean_the_folder(things: dict[str, Path]) -> None:
-    """Finders complete paths to files, and many programs take them."""
-    target = dm.load_target(str(things["target"] / "model.safetensors"))
+def test_the_path_of_a_weight_file_means_its_folder(paths: dict[str, Path]) -> None:
+    """File choosers and shells complete paths to files, and many programs accept them."""
+    target = dm.load_target(str(paths["target"] / "model.safetensors"))
     assert target.num_layers == 3
-    drafter = dm.load_drafter(str(things["drafter"] / "model.safetensors"))
+    drafter = dm.load_drafter(str(paths["drafter"] / "model.safetensors"))
     assert drafter.config.block_size == drafter_config()["block_size"]
-    weights = str(things["adapter"] / "adapters.safetensors")
-    assert dm.load_target(str(things["target"]), adapter=weights)
+    weights = str(paths["adapter"] / "adapters.safetensors")
+    assert dm.load_target(str(paths["target"]), adapter=weights)
 
 
-def test_the_first_part_of_a_split_file_under_another_name(tmp_path: Path) -> None:
+def test_a_renamed_part_of_a_split_gguf_file_is_refused(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("qwen3")
     write(tmp_path / "a.gguf", metadata=metadata, tensors=tensors, kinds={}, most_tensors=20)
     first = sorted(tmp_path.glob("*.gguf"))[0]
@@ -174,6 +181,6 @@ def test_the_first_part_of_a_split_file_under_another_name(tmp_path: Path) -> No
     assert "one of" in message and "parts of a model under another name" in message
 
 
-def test_an_adapter_is_named_by_inspect(things: dict[str, Path]) -> None:
+def test_inspecting_an_adapter_says_that_it_is_not_a_drafter(paths: dict[str, Path]) -> None:
     with pytest.raises(DFlashError, match="a PEFT adapter, not a drafter"):
-        inspect_drafter(things["peft"])
+        inspect_drafter(paths["peft"])

@@ -17,8 +17,11 @@ from dflash_mlx.loading.target_loader import damaged_weights
 WEIGHTS = "model.safetensors"
 
 
+# These return functions that damage the model in a folder.
+
+
 def fields(file="config.json", **changed):
-    """Damage: replace fields of a JSON file; those set to `...` are removed."""
+    """Replace fields of a JSON file; those set to `...` are removed."""
 
     def damage(folder):
         content = json.loads((folder / file).read_text()) | changed
@@ -29,7 +32,7 @@ def fields(file="config.json", **changed):
 
 
 def tensors(**changed):
-    """Damage: replace tensors; those set to `...` are removed."""
+    """Replace tensors; those set to `...` are removed. In their names, `__` stands for a dot."""
 
     def damage(folder):
         stored = dict(mx.load(str(folder / WEIGHTS)))
@@ -42,10 +45,7 @@ def tensors(**changed):
 
 
 def content(file, new):
-    """A function that damages a file: `new` bytes replace it, a slice keeps that part of it.
-
-    None deletes it.
-    """
+    """Replace a file with `new` bytes, keep only a slice of it, or, with None, delete it."""
 
     def damage(folder):
         if isinstance(new, slice):
@@ -59,7 +59,7 @@ def content(file, new):
 
 
 def header(**changed):
-    """Damage: a safetensors file of one tensor whose header says something else."""
+    """Replace the weights with one tensor of 32 bytes, whose header has wrong fields."""
     tensor = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]} | changed
     text = json.dumps({"a": tensor}).encode()
     return content(WEIGHTS, len(text).to_bytes(8, "little") + text + bytes(32))
@@ -128,14 +128,14 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize(("damage", "error", "words"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_target(damage, error, words, tmp_path):
+def test_the_error_about_a_damaged_target_names_the_file(damage, error, words, tmp_path):
     folder = save_target(tmp_path)
     damage(folder)
     assert words in refusal(error, load_target, folder)
 
 
 @pytest.mark.parametrize(("damage", "error", "words"), DRAFTERS.values(), ids=DRAFTERS)
-def test_a_damaged_drafter(damage, error, words, tmp_path):
+def test_the_error_about_a_damaged_drafter_names_the_fault(damage, error, words, tmp_path):
     folder = save_drafter(tmp_path)
     damage(folder)
     assert words in refusal(error, load_drafter, folder)
@@ -157,7 +157,7 @@ def test_a_folder_of_any_name_loads(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\0", "~nobody-at-all/x", ""])
-def test_names_that_the_system_refuses(name):
+def test_names_that_cannot_be_paths_are_refused(name):
     refusal(ModelNotFoundError, load_target, name)
     if name:
         with pytest.raises(ModelNotFoundError, match="No adapter"):
@@ -165,7 +165,7 @@ def test_names_that_the_system_refuses(name):
 
 
 @pytest.mark.parametrize("name", [None, 5])
-def test_names_of_another_type(name):
+def test_names_that_are_not_strings_are_refused(name):
     with pytest.raises(SettingsError, match="named by a string"):
         load_target(name)
 
@@ -187,8 +187,8 @@ def test_pipes_and_devices_are_refused_without_waiting(file, kind, tmp_path):
 
 
 @pytest.mark.parametrize("number", [mx.nan, mx.inf])
-def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number, tmp_path):
-    """`dflash-mlx doctor --model` reads every weight; loading does not."""
+def test_doctor_finds_a_damaged_weight_that_loading_does_not_read(number, tmp_path):
+    """Loading decodes a short text only, but `dflash-mlx doctor --model` reads every weight."""
     folder = save_target(tmp_path)
     name = "model.embed_tokens.weight"
     weights = mx.load(str(folder / WEIGHTS))[name]
@@ -198,23 +198,24 @@ def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number,
     assert f"weights in {name}, 1 tensors in all" in said
 
 
-def test_a_pair_is_loaded_with_one_look_at_each_header(tmp_path, monkeypatch):
-    seen = []
+def test_loading_a_pair_reads_each_header_once(tmp_path, monkeypatch):
+    files_read = []
 
-    def read_once(file):
-        seen.append(file)
+    def recording_read(file):
+        files_read.append(file)
         return read_tensors_of_file(file)
 
-    monkeypatch.setattr(folders, "read_tensors_of_file", read_once)
-    pair = save_target(tmp_path / "target"), save_drafter(tmp_path / "drafter")
-    assert Folder(pair[0]).files == [pair[0] / WEIGHTS]
-    seen.clear()
-    load(*pair)
-    assert sorted(seen) == sorted(folder / WEIGHTS for folder in pair)
+    monkeypatch.setattr(folders, "read_tensors_of_file", recording_read)
+    target = save_target(tmp_path / "target")
+    drafter = save_drafter(tmp_path / "drafter")
+    assert Folder(target).files == [target / WEIGHTS]
+    files_read.clear()
+    load(target, drafter)
+    assert sorted(files_read) == sorted([target / WEIGHTS, drafter / WEIGHTS])
 
 
-def test_a_download_that_broke_off_is_not_complete(tmp_path):
-    """Who asks for the files of a folder, as the hub's copies and kept conversions do, is told."""
+def test_the_files_of_an_incomplete_download_are_an_error(tmp_path):
+    """`Folder.files` decides whether a copy from the hub or a kept conversion can be used."""
     file = save_target(tmp_path) / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Weights, match=WEIGHTS):

@@ -1,7 +1,7 @@
-"""The tokens that end a text: every source of them, in every combination."""
+"""EOS tokens: every file that may name them, in every combination."""
 
 import json
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def with_ids(content: dict[str, Any], ids: Any) -> dict[str, Any]:
     return content | ({} if ids is ABSENT else {"eos_token_id": ids})
 
 
-def named(ids: Any) -> bool:
+def names_some(ids: Any) -> bool:
+    """Whether a field names at least one token."""
     return ids is not ABSENT and ids not in (None, [])
 
 
@@ -46,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_combination_of_files_ends_a_text_as_in_mlx_lm(
     saved: Path, tmp_path: Path, generation: Any, tokenizer_end: Any
 ) -> None:
-    """mlx-lm where it names any; where only `text_config` does, transformers."""
+    """Or as in transformers, if only `text_config` names EOS tokens: mlx-lm does not read it."""
     for file in saved.iterdir():
         if "config" not in file.name:
             (tmp_path / file.name).symlink_to(file)
@@ -63,28 +64,28 @@ def test_every_combination_of_files_ends_a_text_as_in_mlx_lm(
         if nested is not ABSENT:
             config["text_config"] = with_ids({"model_type": "llama"}, nested)
         (tmp_path / "config.json").write_text(json.dumps(config))
-        if named(generation) or named(outer) or not named(nested):
-            wanted = mlx_lm_load(str(tmp_path), lazy=True)[1].eos_token_ids
+        if names_some(generation) or names_some(outer) or not names_some(nested):
+            expected = mlx_lm_load(str(tmp_path), lazy=True)[1].eos_token_ids
         else:
-            without_lists = with_ids(config, ABSENT if outer == [] else outer)
-            without_lists.pop("eos_token_id" if outer == [] else "", None)
-            ids = GenerationConfig.from_model_config(without_lists).eos_token_id
-            wanted = own_ids | {*(ids if isinstance(ids, list) else [ids])}
-        assert read_tokenizer(Folder(tmp_path)).eos_token_ids == wanted, (outer, nested)
+            if outer == []:
+                config = {name: value for name, value in config.items() if name != "eos_token_id"}
+            ids = GenerationConfig.from_model_config(config).eos_token_id
+            expected = own_ids | set(ids if isinstance(ids, list) else [ids])
+        assert read_tokenizer(Folder(tmp_path)).eos_token_ids == expected, (outer, nested)
 
 
-def test_what_mlx_lm_knows_of_a_family_stays(tmp_path: Path) -> None:
-    """Checkpoints of Muse Spark name no end; mlx-lm's module does."""
+def test_eos_tokens_that_mlx_lm_defines_for_a_family_are_kept(tmp_path: Path) -> None:
+    """Checkpoints of Muse Spark name none; mlx-lm's module for them does."""
     save_target(tmp_path, "llama")
     config = {"model_type": "muse_spark", "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    wanted = load_tokenizer(tmp_path).eos_token_ids
-    assert len(wanted) > 1
-    assert read_tokenizer(Folder(tmp_path)).eos_token_ids == wanted
+    expected = load_tokenizer(tmp_path).eos_token_ids
+    assert len(expected) > 1
+    assert read_tokenizer(Folder(tmp_path)).eos_token_ids == expected
 
 
-def test_token_0_of_a_generation_config_is_an_end(tmp_path: Path) -> None:
-    """mlx-lm takes 0 for nothing; it is <|endoftext|> in GPT-NeoX's vocabulary."""
+def test_token_0_of_a_generation_config_is_an_eos_token(tmp_path: Path) -> None:
+    """mlx-lm ignores 0, but it is <|endoftext|> in GPT-NeoX's vocabulary."""
     save_target(tmp_path, "llama")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert Folder(tmp_path).end_tokens == [0]
@@ -92,15 +93,15 @@ def test_token_0_of_a_generation_config_is_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", ["<|end|>", 2.5, True, [2, None], {"a": 1}])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_ids_that_are_no_numbers_are_refused(tmp_path: Path, ids: Any, file: str) -> None:
+def test_eos_ids_that_are_not_integers_are_refused(tmp_path: Path, ids: Any, file: str) -> None:
     save_target(tmp_path, "llama")
     content = json.loads((tmp_path / "config.json").read_text()) if file == "config.json" else {}
     (tmp_path / file).write_text(json.dumps(with_ids(content, ids)))
     assert f"{file}: eos_token_id must be" in refusal(ConfigError, load_target, tmp_path)
 
 
-def test_everything_ends_where_generation_config_says(tmp_path: Path) -> None:
-    """One answer, the engine, the trainer's answers and grammars."""
+def test_eos_tokens_of_generation_config_end_all_texts(tmp_path: Path) -> None:
+    """Those of `generate`, the engine, the trainer and grammars."""
     folder = save_target(tmp_path, "llama")
     prompt = tokenizer().encode("user: what is 37")
     whole = greedy(load_target(str(folder)), prompt, 12)
@@ -120,7 +121,7 @@ def test_everything_ends_where_generation_config_says(tmp_path: Path) -> None:
     assert GrammarTokens(target).eos_ids == {end_id, end}
 
 
-def test_an_end_that_the_vocabulary_does_not_have_ends_nothing(tmp_path: Path) -> None:
+def test_eos_ids_outside_the_vocabulary_are_ignored(tmp_path: Path) -> None:
     folder = save_target(tmp_path, "llama")
     end = tokenizer().convert_tokens_to_ids(END)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 10**6]}))
@@ -133,7 +134,7 @@ def test_an_end_that_the_vocabulary_does_not_have_ends_nothing(tmp_path: Path) -
     assert answer.finish_reason == "stop" and 1 <= int(answer.text) <= 9
 
 
-# GGUF files: their keys and the texts of their control tokens.
+# GGUF files name EOS tokens with keys, and some control tokens are EOS tokens by their text.
 
 KEYS = ("eos", "eot", "eom")
 TEXTS = ("<|end|>", "<|return|>", "<|endoftext|>", "[EOT]")
@@ -146,24 +147,26 @@ def test_every_combination_of_keys_and_control_tokens_of_gguf_files(kind: int) -
     plain["tokenizer.ggml.tokens"] = [*plain["tokenizer.ggml.tokens"][:-1], "last"]
     eos = plain.pop("tokenizer.ggml.eos_token_id")
     plain["tokenizer.ggml.tokens"][eos] = "no end"
-    for given in product((False, True), repeat=len(KEYS) + len(TEXTS)):
-        keys = [key for key, chosen in zip(KEYS, given, strict=False) if chosen]
-        texts = [text for text, chosen in zip(TEXTS, given[len(KEYS) :], strict=True) if chosen]
+    for chosen in product((False, True), repeat=len(KEYS) + len(TEXTS)):
+        keys = list(compress(KEYS, chosen))
+        texts = list(compress(TEXTS, chosen[len(KEYS) :]))
         content = plain | {f"tokenizer.ggml.{key}_token_id": KEYS.index(key) + 3 for key in keys}
         content["tokenizer.ggml.tokens"] = plain["tokenizer.ggml.tokens"] + texts
         types = plain["tokenizer.ggml.token_type"] + [kind] * len(texts)
         content["tokenizer.ggml.token_type"] = types
-        wanted = {KEYS.index(key) + 3 for key in keys}
-        # In gpt-oss's answers <|end|> ends a message, and the next one follows.
-        counted = [text for text in texts if (text, "<|return|>" in texts) != ("<|end|>", True)]
-        wanted |= {first + texts.index(text) for text in counted}
-        if wanted:
-            assert {*end_tokens("a", content)} == wanted, (keys, texts)
+        expected = {KEYS.index(key) + 3 for key in keys}
+        is_gpt_oss = "<|return|>" in texts
+        for text in texts:
+            # In gpt-oss, <|end|> ends a message, but another message of the answer follows.
+            if not (is_gpt_oss and text == "<|end|>"):
+                expected.add(first + texts.index(text))
+        if expected:
+            assert set(end_tokens("a", content)) == expected, (keys, texts)
         else:
             assert "no text would end" in refusal(ConfigError, end_tokens, "a", content)
 
 
-def test_the_ends_of_a_gguf_file_reach_its_target(tmp_path: Path) -> None:
+def test_the_eos_tokens_of_a_gguf_file_are_those_of_its_target(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("qwen3")
     more = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 6}
     write(tmp_path / "a.gguf", metadata=metadata | more, tensors=tensors, kinds={})

@@ -1,4 +1,4 @@
-"""What a folder's files say: whether the weights fit the machine, and how to sample."""
+"""What the files of a folder tell before loading: memory of the weights, and sampling."""
 
 import json
 import warnings
@@ -15,8 +15,8 @@ from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.facts import memory_bytes
 
 
-def claim(folder, gigabytes: float) -> None:
-    """Make a weight file of this size out of a header and a hole in the disk."""
+def write_sparse_weights(folder, gigabytes: float) -> None:
+    """Write a sparse weight file of this size: it has a header, but takes no room on the disk."""
     columns = 1024
     rows = int(gigabytes * 1e9 / 2 / columns)
     size = rows * columns * 2
@@ -27,7 +27,7 @@ def claim(folder, gigabytes: float) -> None:
         file.truncate(8 + len(header) + size)
 
 
-def test_the_headers_tell_the_memory(tmp_path):
+def test_the_memory_of_weights_is_computed_from_their_headers(tmp_path):
     file = tmp_path / "model.safetensors"
     tensors = {
         "a": mx.zeros((10, 64), mx.bfloat16),
@@ -36,6 +36,7 @@ def test_the_headers_tell_the_memory(tmp_path):
         "d": mx.zeros((9, 8), mx.uint32),
     }
     mx.save_safetensors(str(file), tensors)
+    # How many numbers each tensor has.
     a = 640
     b = 650
     c = 7
@@ -55,10 +56,10 @@ def test_the_headers_tell_the_memory(tmp_path):
         ({"quantization_config": {"quant_method": "fp8"}}, 4096, 1152, 8192),
     ],
 )
-def test_the_size_of_files_tells_the_memory_before_they_are_here(
+def test_the_memory_of_weights_is_estimated_from_file_sizes_before_a_download(
     config, unchanged, in_4_bits, floats, tmp_path
 ):
-    """16 bits a weight, 8 bits that become 16, or as they are."""
+    """Files have 16 bits per weight, or 8 bits that become 16, or are used as they are."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     preview = RemoteFolder(tmp_path, "a model", lambda: 2048)
     assert preview.memory() == unchanged and preview.memory(Quantization(4, 64)) == in_4_bits
@@ -66,31 +67,33 @@ def test_the_size_of_files_tells_the_memory_before_they_are_here(
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):
-    """The file is a hole of many gigabytes: reading it would take minutes, or the machine."""
+    """Reading the file, which is 20 times the memory, would take minutes or fill the memory."""
     folder = save_target(tmp_path)
     memory = memory_bytes() / 1e9
-    claim(folder, memory * 20)
+    write_sparse_weights(folder, memory * 20)
     message = refusal(NotEnoughMemoryError, load_target, folder)
     assert str(folder) in message and f"this machine has {memory:.1f} GB" in message
     assert "even quantized to 4 bits they would take" in message
 
 
-def test_what_would_fit_is_said(tmp_path):
+def test_the_error_about_memory_says_which_quantization_would_fit(tmp_path):
     folder = save_target(tmp_path)
     memory = memory_bytes() / 1e9
-    claim(folder, memory * 2.5)  # in 8 bits 1.3 times the memory, in 4 bits 0.7 times
+    write_sparse_weights(
+        folder, memory * 2.5
+    )  # in 8 bits 1.3 times the memory, in 4 bits 0.7 times
     assert "; quantized to 4 bits they would take" in refusal(
         NotEnoughMemoryError, load_target, folder
     )
     assert "quantized to 4 bits" in refusal(NotEnoughMemoryError, load_target, folder, bits=8)
 
 
-def test_nothing_smaller_is_promised_of_a_quantized_model(tmp_path):
+def test_the_error_about_memory_suggests_no_quantization_of_a_quantized_model(tmp_path):
     folder = save_target(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["quantization"] = {"bits": 4, "group_size": 64}
     (folder / "config.json").write_text(json.dumps(config))
-    claim(folder, memory_bytes() / 1e9 * 2)
+    write_sparse_weights(folder, memory_bytes() / 1e9 * 2)
     assert "choose a smaller model" in refusal(NotEnoughMemoryError, load_target, folder)
 
 
@@ -99,8 +102,8 @@ def test_a_pair_has_to_fit_together(tmp_path):
     drafter = save_drafter(tmp_path / "d")
     memory = memory_bytes() / 1e9
     width = 2 if mx.default_device() == mx.Device(mx.cpu) else 1  # the CPU computes in f32
-    claim(target, memory * 0.6 / width)
-    claim(drafter, memory * 0.6 / width)
+    write_sparse_weights(target, memory * 0.6 / width)
+    write_sparse_weights(drafter, memory * 0.6 / width)
     refusal(NotEnoughMemoryError, load, target, draft=str(drafter))
 
 

@@ -1,4 +1,4 @@
-"""Originals in 8-bit floats: targets and their heads are the 16-bit models that these mean."""
+"""Models in 8-bit floats load as the 16-bit models of the same values, with their MTP heads."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,10 @@ BLOCK = 128
 
 
 def in_fp8(folder: Path) -> None:
-    """Store a folder's projections as DeepSeek-V3 does, and a second folder with their values."""
+    """Convert a folder's projections to 8-bit floats with scales for blocks, as DeepSeek-V3 does.
+
+    A second folder, whose name ends with "-16bit", gets the same values in 16 bits.
+    """
     for file in [*folder.rglob("*.safetensors")]:
         stored = {}
         meant = {}
@@ -54,22 +57,24 @@ def in_fp8(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "mimo"])
-def test_targets_and_heads_of_8_bit_floats(tmp_path: Path, family: str) -> None:
+def test_targets_and_heads_in_8_bit_floats_equal_those_in_16_bits(
+    tmp_path: Path, family: str
+) -> None:
     folder, draft = save_pair(tmp_path / "fp8", family)
     in_fp8(folder)
-    pairs = [
-        load(str(loaded), draft=draft.replace(str(folder), str(loaded)))
-        for loaded in (folder, tmp_path / "fp8-16bit")
-    ]
-    for ours, theirs in zip(*pairs, strict=True):
-        ours, theirs = (getattr(loaded, "model", loaded) for loaded in (ours, theirs))
-        tensors, wanted = (dict(tree_flatten(loaded.parameters())) for loaded in (ours, theirs))
-        assert tensors.keys() == wanted.keys()
-        for name, value in wanted.items():
+    wide_folder = tmp_path / "fp8-16bit"
+    target, head = load(str(folder), draft=draft)
+    wide_draft = draft.replace(str(folder), str(wide_folder))
+    wide_target, wide_head = load(str(wide_folder), draft=wide_draft)
+    for module, wide_module in ((target.model, wide_target.model), (head, wide_head)):
+        tensors = dict(tree_flatten(module.parameters()))
+        expected = dict(tree_flatten(wide_module.parameters()))
+        assert tensors.keys() == expected.keys()
+        for name, value in expected.items():
             assert mx.array_equal(tensors[name], value), name
 
 
-def test_they_are_quantized_on_load_and_take_two_bytes_each(tmp_path: Path) -> None:
+def test_8_bit_floats_take_two_bytes_in_memory_and_can_be_quantized_on_load(tmp_path: Path) -> None:
     folder, _ = save_pair(tmp_path / "fp8", "mimo")
     in_fp8(folder)
     assert Folder(folder).memory() <= 1.1 * Folder(tmp_path / "fp8-16bit").memory()

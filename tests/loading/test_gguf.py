@@ -1,4 +1,4 @@
-"""GGUF files of every type and architecture load as what their bytes mean."""
+"""GGUF files of every architecture and tensor type load as the models that were written."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ READABLE = [kind.name for kind in GGMLQuantizationType if is_readable(kind)]
 
 
 def save_llama(tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Arrays]:
-    """A Llama whose matrices have one type, and what its tensors mean."""
+    """Write a Llama whose tensors have one type; return the path and the tensors' values."""
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path / f"llama-{kind}.gguf"
     return path, write(
@@ -76,8 +76,8 @@ def test_blocks_are_unpacked_as_the_gguf_package_unpacks_them(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", PACKINGS, ids=lambda kind: kind.name)
-def test_packed_blocks_mean_what_the_gguf_package_says(kind: GGMLQuantizationType) -> None:
-    """Exactly; the scales and minimums of Q4_K and Q5_K are rounded to half precision."""
+def test_packed_blocks_have_the_values_of_the_gguf_package(kind: GGMLQuantizationType) -> None:
+    """They are equal, except in Q4_K and Q5_K: their scales and minimums are rounded to 16 bits."""
     blocks = random_blocks(kind, 600)[:64]
     truth = gguf.dequantize(blocks.reshape(1, -1), kind).reshape(8, -1)
     parts = {name: mx.array(array.reshape(8, -1)) for name, array in pack(blocks, kind).items()}
@@ -119,7 +119,7 @@ def test_weights_keep_their_bits_except_on_a_cpu(tmp_path: Path, kind: str) -> N
     assert np.abs(logits - truth).max() <= 0.02 * np.abs(truth).max()
 
 
-def test_text_is_mlx_lms_own_on_the_converted_folder(tmp_path: Path) -> None:
+def test_text_is_that_of_mlx_lm_on_the_converted_folder(tmp_path: Path) -> None:
     path, _ = save_llama(tmp_path, "Q4_1")
     ours = load_target(str(path))
     prompt = tokenizer().encode(LINES[0])
@@ -128,7 +128,8 @@ def test_text_is_mlx_lms_own_on_the_converted_folder(tmp_path: Path) -> None:
     assert ours.tokenizer.eos_token_ids == {tokenizer().eos_token_id}
 
 
-def test_a_content_is_converted_once_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_file_is_converted_once_even_if_it_is_moved(tmp_path: Path) -> None:
+    """Another file at the same path is converted anew."""
     path, _ = save_llama(tmp_path)
     folder = converted(path, unpacked=True)
     made = (folder / "config.json").stat().st_mtime_ns
@@ -141,7 +142,8 @@ def test_a_content_is_converted_once_wherever_it_lies(tmp_path: Path) -> None:
     assert json.loads((other / "config.json").read_text())["max_position_embeddings"] == 4096
 
 
-def test_files_of_one_size_time_and_beginning_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_files_that_differ_only_in_the_middle_have_different_content_names(tmp_path: Path) -> None:
+    """Their size, time, beginning and end are equal."""
     paths = [tmp_path / name for name in ("a.gguf", "b.gguf")]
     for path, middle in zip(paths, (b"1", b"2"), strict=True):
         path.write_bytes(bytes(2**21) + 2**20 * middle + bytes(2**21))
@@ -185,7 +187,8 @@ def test_a_damaged_or_interrupted_conversion_is_made_again(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [file.suffix for file in tmp_path.glob("cache/gguf/*")] == [".lock"]  # nothing is left
     folder = converted(path, unpacked=True)
-    assert len(weights := sorted(folder.glob("*.safetensors"))) > 2 and load_model(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    assert len(weights) > 2 and load_model(folder)
     whole = weights[0].read_bytes()
     weights[0].write_bytes(whole[:-100])
     assert converted(path, unpacked=True) == folder
@@ -206,7 +209,8 @@ def test_too_little_memory_is_found_before_anything_is_written(
     assert not [*tmp_path.glob("cache/gguf/*.part")]
 
 
-def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
+def test_llama_3s_rotation_is_recognized_by_its_divisors(tmp_path: Path) -> None:
+    """Other divisors are refused."""
     metadata, tensors, _ = gguf_of("llama")
     divisors = llama3_divisors(32, metadata["llama.rope.freq_base"], 8.0)
     path = tmp_path / "llama3.gguf"
@@ -225,7 +229,7 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"general.architecture": "bert"}, "the architecture is 'bert'"),
         ({"general.type": "adapter"}, r"a LoRA adapter in GGUF \(llama\), not a model"),
@@ -245,14 +249,16 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
         ({"tokenizer.ggml.merges": ["a bcdefg"]}, "vocabulary"),
     ],
 )
-def test_what_is_not_understood_is_named(tmp_path: Path, more: dict, said: str) -> None:
+def test_the_error_about_a_key_that_is_not_understood_names_it(
+    tmp_path: Path, more: dict, message: str
+) -> None:
     path, _ = save_llama(tmp_path, **more)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_target(str(path))
     assert "\n" not in str(caught.value)
 
 
-def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
+def test_the_error_about_a_tensor_that_is_not_understood_names_it(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("llama")
     cases = [
         ({"blk.0.ssm_a": np.zeros((4, 32))}, "blk.0.ssm_a is not understood"),
@@ -273,7 +279,7 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
         converted(tmp_path / "a.gguf", unpacked=True)
 
 
-def test_a_file_drafts_for_another(tmp_path: Path) -> None:
+def test_a_model_in_gguf_can_draft_for_another(tmp_path: Path) -> None:
     path = str(save_llama(tmp_path)[0])
     prompt = tokenizer().encode(LINES[0])
     target, drafter = load(path, draft=path)
@@ -281,7 +287,7 @@ def test_a_file_drafts_for_another(tmp_path: Path) -> None:
     assert result.tokens == greedy(target, prompt, 12) and result.stats.acceptance_length > 1
 
 
-def test_the_drafter_is_that_of_the_model_that_a_file_was_made_of(tmp_path: Path) -> None:
+def test_a_files_drafter_is_found_by_its_base_model(tmp_path: Path) -> None:
     path, _ = save_llama(tmp_path)
     assert known_drafter(str(path)) is None
     base = {"general.base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen3-8B"}
@@ -289,14 +295,14 @@ def test_the_drafter_is_that_of_the_model_that_a_file_was_made_of(tmp_path: Path
     assert known_drafter(str(path)) == known_drafter("Qwen/Qwen3-8B") is not None
 
 
-def test_bits_for_what_is_unpacked_are_another_model(tmp_path: Path) -> None:
+def test_a_warning_says_that_a_quantized_file_is_requantized(tmp_path: Path) -> None:
     path, _ = save_llama(tmp_path, "Q4_0")
     with pytest.warns(UserWarning, match="requantized to 8 bits"):
         target = load_target(str(path), bits=8, group_size=32)
     assert target.model.model.layers[0].mlp.up_proj.bits == 8
 
 
-def test_a_package_that_is_not_installed_is_one_command(
+def test_the_error_about_a_missing_package_is_a_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package-anywhere", "93 MB"))

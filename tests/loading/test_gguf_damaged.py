@@ -1,4 +1,4 @@
-"""GGUF headers that are cut, made up or absurd: one line, and quickly."""
+"""Damaged GGUF headers, such as truncated ones or with huge counts, give one line quickly."""
 
 import os
 import struct
@@ -58,7 +58,7 @@ def tensor(
         ),
     ],
 )
-def test_headers_that_cannot_be_true(tmp_path: Path, content: bytes, said: str) -> None:
+def test_an_impossible_header_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     with pytest.raises(WeightsError, match=said) as caught:
@@ -77,10 +77,13 @@ def test_headers_that_cannot_be_true(tmp_path: Path, content: bytes, said: str) 
         header(1, body=text("a") + struct.pack("<I", 2**28)),
     ],
 )
-def test_counts_that_fill_a_large_file_are_not_believed(tmp_path: Path, content: bytes) -> None:
+def test_huge_counts_are_refused_even_in_a_file_that_is_large_enough(
+    tmp_path: Path, content: bytes
+) -> None:
+    """The file is sparse: its zeros take no room on the disk, but would fill the memory."""
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
-    os.truncate(path, 2**32)  # zeros that take no room on the disk, and would in memory
+    os.truncate(path, 2**32)
     with pytest.raises(WeightsError, match=r"broken header \(a count of"):
         read_header([path])
 
@@ -90,12 +93,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
     write(path, metadata=metadata, tensors=tensors, kinds=dict.fromkeys(tensors, "Q8_0"))
-    assert judge(path)
+    assert read_metadata(path)
     return path.read_bytes()
 
 
-def judge(path: Path) -> Any:
-    """Everything that is read before MLX sees the file."""
+def read_metadata(path: Path) -> Any:
+    """Read all that is read before the tensors: the header, the config and the tokenizer."""
     conversion = Conversion([path], unpacked=True)
     return build(path, conversion.header.metadata)
 
@@ -113,12 +116,12 @@ def test_a_file_that_is_cut_anywhere_is_truncated(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(4, 12_000), byte=st.integers(0, 255))
-def test_a_byte_that_is_wrong_is_an_error_of_ours_or_harmless(
+def test_a_wrong_byte_is_harmless_or_an_error_of_ours(
     tmp_path: Path, whole: bytes, position: int, byte: int
 ) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(whole[:position] + bytes([byte]) + whole[position + 1 :])
     try:
-        judge(path)
+        read_metadata(path)
     except DFlashError as error:
         assert "\n" not in str(error)

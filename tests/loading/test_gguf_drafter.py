@@ -98,7 +98,7 @@ def random_network(raw: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_drafter_of_a_file_is_that_of_its_folder(tmp_path: Path, case: str) -> None:
+def test_a_drafter_in_gguf_equals_the_one_that_was_written(tmp_path: Path, case: str) -> None:
     raw = drafter_config(**CASES[case])
     drafter = random_network(raw)
     write(tmp_path / "a.gguf", drafter, raw)
@@ -137,7 +137,9 @@ def test_drafts_of_every_type_keep_the_text(tmp_path: Path, kind: str) -> None:
     assert drafted.tokens == plain and drafted.stats.drafted_tokens > 0
 
 
-def test_a_files_own_bits_are_kept_where_they_are_quicker(tmp_path: Path) -> None:
+def test_quantized_matrices_of_a_file_stay_quantized_unless_they_are_unpacked(
+    tmp_path: Path,
+) -> None:
     raw = drafter_config()
     drafter = random_network(raw)
     write(tmp_path / "a.gguf", drafter=drafter, raw=raw, kind="Q8_0")
@@ -160,23 +162,24 @@ def test_a_files_own_bits_are_kept_where_they_are_quicker(tmp_path: Path) -> Non
         ("tokenizer.ggml.mask_token_id", "mask_token_id is missing"),
     ],
 )
-def test_what_a_file_lacks_is_named(
+def test_the_error_about_a_missing_key_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: str
 ) -> None:
     raw = drafter_config()
     add_key_value = gguf.GGUFWriter.add_key_value
-    monkeypatch.setattr(
-        gguf.GGUFWriter,
-        "add_key_value",
-        lambda self, name, *rest, **more: (
-            add_key_value(self, name, *rest, **more) if name != key else None
-        ),
-    )
+
+    def add_all_but_one(self, name: str, *rest: Any, **more: Any) -> None:
+        if name != key:
+            add_key_value(self, name, *rest, **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", add_all_but_one)
     write(tmp_path / "a.gguf", random_network(raw), raw)
     assert said in refusal(DFlashError, dm.load_drafter, tmp_path / "a.gguf")
 
 
-def test_another_networks_tensors_are_named(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_error_about_tensors_of_another_network_names_them(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     raw = drafter_config()
     names = gguf_names(2) | {"fc.weight": "selector_hidden.weight"}
     monkeypatch.setitem(write.__globals__, "gguf_names", lambda layers: names)

@@ -1,4 +1,4 @@
-"""Tokenizers built from a GGUF file's metadata split text as the originals do."""
+"""Tokenizers built from the metadata of GGUF files encode text as the originals do."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def pieces(name: str, text: str) -> list[str]:
     return [text[start:end] for start, end in spans]
 
 
-def test_it_is_the_original() -> None:
+def test_a_byte_level_tokenizer_encodes_as_the_original() -> None:
     built = build("a.gguf", vocabulary())
     for line in LINES:
         assert built.encode(line, add_special_tokens=False).ids == tokenizer().encode(line)
@@ -62,7 +62,7 @@ def test_pre_tokenizers_split_as_they_are_named(name: str, expected: list[str]) 
     assert pieces(name, "It's 1234 x, y\n\nz") == expected
 
 
-def test_llama_3_splits_as_its_own_tokenizer_json() -> None:
+def test_llama_3_splits_text_as_its_tokenizer_json_does() -> None:
     pattern = (  # of meta-llama/Llama-3.1-8B's tokenizer.json
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
         r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -100,11 +100,11 @@ def test_a_text_ends_with_any_of_the_end_tokens() -> None:
         end_tokens("a", content)
 
 
-# SentencePiece: cut as SentencePiece itself cuts a text.
+# SentencePiece: its own library shows which tokens are expected.
 
 
 def trained() -> sentencepiece.SentencePieceProcessor:
-    """A model made like Llama 2's: bytes for unknown characters, digits one by one."""
+    """Train a model like Llama 2's: bytes for unknown characters, each digit a token."""
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*LINES, *PROMPTS] * 3),
@@ -149,14 +149,15 @@ TEXTS = st.one_of(
 
 
 @given(text=TEXTS)
-def test_texts_are_cut_as_sentencepiece_cuts_them(text: str) -> None:
-    text = text.replace("\u2581", "").replace("\0", "")  # its own sign for a space; and the end
+def test_texts_are_encoded_as_sentencepiece_encodes_them(text: str) -> None:
+    # SentencePiece writes a space as U+2581, and takes a zero for the end of a text.
+    text = text.replace("\u2581", "").replace("\0", "")
     ids = BUILT.encode(text, add_special_tokens=False).ids
     assert ids == MODEL.encode(text)
     assert BUILT.decode(ids) == text
 
 
-def test_texts_begin_with_the_token_for_it_unless_the_file_says_no() -> None:
+def test_texts_begin_with_the_bos_token_unless_the_file_says_no() -> None:
     assert BUILT.encode("12 men").ids == [MODEL.bos_id(), *MODEL.encode("12 men")]
     bare = build("a.gguf", METADATA | {"tokenizer.ggml.add_bos_token": False})
     assert bare.encode("12 men").ids == MODEL.encode("12 men")
@@ -175,8 +176,8 @@ def test_gemma_4s_files_have_merges_instead_of_scores() -> None:
     built = build("a.gguf", METADATA | gemma)
     for text in PROMPTS:
         assert built.encode(text).ids == BUILT.encode(text).ids
-    for said in (True, False):  # llama.cpp adds it whatever the file says
-        built = build("a.gguf", METADATA | gemma | {"tokenizer.ggml.add_bos_token": said})
+    for add_bos in (True, False):  # llama.cpp ignores this key for Gemma 4, and adds the token
+        built = build("a.gguf", METADATA | gemma | {"tokenizer.ggml.add_bos_token": add_bos})
         assert built.encode("12 men").ids[0] == MODEL.bos_id()
 
 
@@ -186,5 +187,5 @@ def test_a_model_writes_the_text_that_mlx_lm_writes_with_it(tmp_path: Path) -> N
     ours = dm.load(str(tmp_path / "a.gguf"), draft="none")[0]
     theirs = mlx_lm.load(str(gguf_file.converted(tmp_path / "a.gguf", unpacked=True)))
     prompt = [MODEL.bos_id(), *MODEL.encode("12 men work")]
-    told = dm.generate(ours, None, "12 men work", max_tokens=24).text
-    assert told == mlx_lm.generate(theirs[0], theirs[1], prompt, max_tokens=24)
+    text = dm.generate(ours, None, "12 men work", max_tokens=24).text
+    assert text == mlx_lm.generate(theirs[0], theirs[1], prompt, max_tokens=24)

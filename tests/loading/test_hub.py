@@ -1,4 +1,4 @@
-"""Downloads, against a server on the loopback that speaks the hub's HTTP API."""
+"""Downloads from a server on this machine that has the hub's HTTP API."""
 
 import errno
 import json
@@ -76,7 +76,7 @@ def test_a_file_may_vanish_while_its_bytes_are_counted(hub):
     assert hub.fetch(TARGET).path.is_dir()
 
 
-def test_of_an_original_only_the_shards_of_its_head_are_fetched(hub, server, tmp_path):
+def test_only_the_shards_of_an_originals_mtp_head_are_fetched(hub, server, tmp_path):
     folder, _ = save_pair(tmp_path / "original", "qwen3_5")
     weights = mx.load(str(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
@@ -112,7 +112,7 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
     assert server.fetched() == first and len(server.requests) > asked
 
 
-def test_a_disk_that_fills_up_on_the_way(monkeypatch):
+def test_a_disk_that_is_full_during_a_download_is_an_error_of_ours(monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch):
     assert "disk is full" in answered["message"]
 
 
-def test_no_network_and_no_copy(unreachable):
+def test_without_a_network_and_a_copy_the_error_says_what_to_check(unreachable):
     message = refusal(DownloadError, unreachable.fetch, TARGET)
     assert "not downloaded" in message
     asked = refusal(DownloadError, unreachable.remote_bytes, TARGET)
@@ -133,17 +133,17 @@ def test_no_network_and_no_copy(unreachable):
         assert "proxy, or use --offline with a downloaded model." in text
 
 
-def test_no_network_and_a_copy(hub, unreachable):
+def test_without_a_network_a_copy_is_used(hub, unreachable):
     folder = hub.fetch(TARGET).path
     assert unreachable.fetch(TARGET).path == folder
 
 
-def test_no_network_and_half_a_copy(hub, unreachable):
+def test_without_a_network_an_incomplete_copy_is_an_error(hub, unreachable):
     (hub.fetch(TARGET).path / "model.safetensors").unlink()
     assert "not completely" in refusal(DownloadError, unreachable.fetch, TARGET)
 
 
-def test_offline_mode_asks_nobody(hub, server):
+def test_offline_mode_sends_no_request(hub, server):
     offline = Hub(hub.endpoint, hub.cache, offline=True)
     assert "offline" in refusal(DownloadError, offline.fetch, TARGET)
     folder = hub.fetch(TARGET).path
@@ -159,7 +159,7 @@ def test_a_config_comes_without_its_weights(hub, server):
     assert (hub.fetch(TARGET).path / "model.safetensors").is_file()
 
 
-def test_what_is_downloaded_and_its_size(hub, server):
+def test_the_size_of_a_download_is_that_of_its_files_once_it_is_complete(hub, server):
     assert hub.downloaded(TARGET) is None
     folder = hub.fetch(TARGET).path
     wanted = [file for file in server.repositories[TARGET].iterdir() if file.suffix != ".bin"]
@@ -188,7 +188,7 @@ def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, name):
     assert hub.remove(name) >= size
 
 
-def test_copies_on_the_disk(hub):
+def test_copies_lists_all_downloads(hub):
     assert hub.copies() == {}
     for name in (TARGET, DRAFTER):
         hub.fetch(name)

@@ -1,4 +1,4 @@
-"""Loading: folders, names and bits."""
+"""Loading pairs: from folders and names, with quantization, shards and EOS tokens."""
 
 import json
 
@@ -51,7 +51,7 @@ def folder(tmp_path):
     return save_target(tmp_path / "target")
 
 
-def test_a_pair_of_folders(pair, monkeypatch):
+def test_a_pair_is_loaded_from_folders(pair, monkeypatch):
     target, drafter = load(pair[0], draft=pair[1])  # paths, as pathlib has them
     assert target.name == str(pair[0])
     monkeypatch.setenv("HOME", str(pair[0].parent))
@@ -107,10 +107,10 @@ def test_half_precision_computes_in_f32_on_the_cpu(bits, tmp_path):
         assert mx.allclose(target.model(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_drafter_bits(pair):
+def test_a_drafter_can_be_quantized(pair):
     drafter = load_drafter(pair[1], bits=np.int64(8))
     assert isinstance(drafter.fc, nn.QuantizedLinear)
-    # 96 columns are no whole number of groups: that one matrix stays as it is.
+    # Its 96 columns are not a multiple of the group size, so this matrix is not quantized.
     assert isinstance(drafter.layers[0].mlp.down_proj, nn.Linear)
     taps = mx.random.normal((1, 3, 128))
     block = mx.random.normal((1, 4, 64))
@@ -119,7 +119,7 @@ def test_drafter_bits(pair):
     assert mx.allclose(hidden, exact(block, taps, exact.make_cache()), atol=0.1)
 
 
-def test_sharded_weights(folder):
+def test_the_shards_of_an_index_are_read_and_other_files_ignored(folder):
     weights = mx.load(str(folder / "model.safetensors"))
     whole = load_target(str(folder)).model(TOKENS)
     (folder / "model.safetensors").unlink()
@@ -147,7 +147,7 @@ def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
 
 @pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c"])
 @pytest.mark.parametrize("loader", [load, load_drafter])
-def test_unknown_names(name, loader):
+def test_an_unknown_name_is_an_error(name, loader):
     assert f"No model '{name}'" in refusal(ModelNotFoundError, loader, name)
 
 
@@ -164,38 +164,43 @@ def test_a_file_is_not_a_model(pair):
 def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
     folder = tmp_path / "Qwen3-8B"
     folder.symlink_to(pair[0])
-    asked = []
+    names = set()
 
-    class OtherHub(Hub):
+    class RecordingHub(Hub):
         def find(self, name):
-            asked.append(name)
+            names.add(name)
             return Folder(pair[1])
 
-    _, drafter = load(str(folder), hub=OtherHub())
-    assert {*asked} == {"z-lab/Qwen3-8B-DFlash-b16"} and drafter.network.config.block_size == 16
+    _, drafter = load(str(folder), hub=RecordingHub())
+    assert names == {"z-lab/Qwen3-8B-DFlash-b16"}
+    assert drafter.network.config.block_size == 16
 
 
 @pytest.mark.parametrize("bits", [0, 3, 16, "4", 4.0, True])
 @pytest.mark.parametrize("loader", [load_target, load_drafter])
-def test_bits_out_of_range(bits, loader, pair):
-    assert "4 or 8 bits" in refusal(SettingsError, loader, pair[loader is load_drafter], bits)
+def test_other_bits_than_4_and_8_are_refused(bits, loader, pair):
+    target_folder, drafter_folder = pair
+    folder = drafter_folder if loader is load_drafter else target_folder
+    assert "4 or 8 bits" in refusal(SettingsError, loader, folder, bits)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
-    """Or as its config suggests; it drafts from what it remembers, and the text is the same."""
+@pytest.mark.parametrize(("draft_window", "expected"), [(None, 9), (5, 5)])
+def test_the_window_of_a_drafter_is_the_setting_or_that_of_its_config(
+    tmp_path, draft_window, expected
+):
+    """Whatever it is, the text is the same."""
     config = drafter_config() | {"draft_window_size": 9}
     folder = save_drafter(tmp_path / "drafter")
-    most = window or 9
     (folder / "config.json").write_text(json.dumps(config))
     saved = save_target(tmp_path / "target")
-    target, drafter = load(str(saved), str(folder), draft_window=window)
-    assert set(drafter.config.windows) == {most}
-    plain = generate(target, None, list(range(5, 30)), max_tokens=8).tokens
-    assert generate(target, drafter, list(range(5, 30)), max_tokens=8).tokens == plain
+    target, drafter = load(str(saved), str(folder), draft_window=draft_window)
+    assert set(drafter.config.windows) == {expected}
+    prompt = list(range(5, 30))
+    plain = generate(target, None, prompt, max_tokens=8).tokens
+    assert generate(target, drafter, prompt, max_tokens=8).tokens == plain
 
 
-def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkeypatch):
+def test_a_large_drafter_of_a_quantized_target_gets_4_bits_by_default(tmp_path, monkeypatch):
     folder = save_drafter(tmp_path / "drafter")
     four = Quantization(4, 64)
     source = DraftSource.of("it", Folder(folder), {})
@@ -208,7 +213,7 @@ def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkey
     assert source.default_quantization(four) is None
 
 
-def test_16_bits_leave_a_drafter_as_it_is(tmp_path):
+def test_a_drafter_with_16_bits_is_not_quantized_and_lookup_has_no_window(tmp_path):
     folder = save_drafter(tmp_path / "drafter")
     saved = save_target(tmp_path / "target")
     _, drafter = load(str(saved), str(folder), draft_bits=16)

@@ -35,20 +35,20 @@ def test_the_nearest_name_comes_first(name, first):
     assert nearest(name)[0] == first
 
 
-def test_a_wrong_size_gives_the_right_ones():
+def test_a_name_with_a_wrong_size_suggests_the_sizes_that_exist():
     assert {"Qwen/Qwen3-8B", "Qwen/Qwen3-4B"} <= set(nearest("Qwen/Qwen3-7B"))
 
 
 @pytest.mark.parametrize("name", ["", "zzz", "/", "some/thing-else-entirely"])
-def test_what_is_like_nothing_has_no_suggestion(name):
+def test_a_name_unlike_all_others_has_no_suggestion(name):
     assert nearest(name) == []
 
 
-def test_a_known_name_is_not_its_own_suggestion():
+def test_a_known_name_is_not_suggested_for_itself():
     assert not [name for name in known_names() if name in nearest(name)]
 
 
-def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path):
+def test_empty_folders_broken_configs_and_unknown_names_have_different_errors(tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
     with pytest.raises(ModelNotFoundError, match="an empty folder"):
@@ -70,8 +70,11 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
     local_path(str(broken))
 
 
-def test_gguf_files_where_other_programs_keep_them(tmp_path):
-    """LM Studio has a folder with one file, maybe in parts or with a projector; Ollama a blob."""
+def test_gguf_files_of_lm_studio_and_ollama_are_found_by_their_path(tmp_path):
+    """LM Studio has a folder with one file, maybe in parts or with a projector. Ollama has a blob.
+
+    A folder with several models is refused.
+    """
     blob = tmp_path / "sha256-0123"
     other = tmp_path / "model"
     folder = tmp_path / "Qwen3-8B-GGUF"
@@ -107,7 +110,7 @@ def test_a_title_has_the_last_part_of_a_path(name, shown):
     assert short(name) == shown
 
 
-def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
+def test_a_name_that_is_a_folder_is_shown_as_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert short("models/mine") == "mine"
@@ -120,7 +123,7 @@ def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
         ("/etc", "no config.json in it"),
     ],
 )
-def test_the_command_line_says_so(name, message):
+def test_the_command_line_shows_the_error_in_one_line(name, message):
     done = run("generate", "hi", "--model", name)
     assert done.returncode == 1 and not done.stdout
     assert message in done.stderr and done.stderr.count("\n") == 1
@@ -138,9 +141,13 @@ def test_the_command_line_says_so(name, message):
 )
 def test_shells_complete_commands_and_names(shell, option, begun, name):
     words = f"dflash-mlx generate {option} {begun}"
-    asked = {"bash": "complete_bash", "zsh": "complete_zsh", "fish": "complete_fish"}[shell]
-    environment = {"_DFLASH_MLX_COMPLETE": asked, "COMP_WORDS": words, "COMP_CWORD": "3"}
+    environment = {
+        "_DFLASH_MLX_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": words,
+        "COMP_CWORD": "3",
+    }
     environment |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     done = start(env=os.environ | environment)
     assert name in done.stdout, done.stderr
-    assert option == "--draft" or "DFlash" not in done.stdout, "a drafter is no model to ask"
+    if option == "--model":
+        assert "DFlash" not in done.stdout, "a drafter is not a model to choose"

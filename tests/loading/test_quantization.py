@@ -26,7 +26,7 @@ def pair(tmp_path_factory):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", KINDS)
 def test_drafted_text_is_the_quantized_models_plain_text(family, bits):
-    """Against our own loop without a drafter, and against mlx-lm's."""
+    """It is compared with mlx-lm's text, and so is ours without a drafter."""
     model = random_model(family)
     prompt = random_prompt(40, 4)
     Quantization(bits, 32).apply(model)
@@ -40,7 +40,7 @@ def test_drafted_text_is_the_quantized_models_plain_text(family, bits):
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), MODES)
-def test_modes_and_groups(mode, bits, group_size, pair):
+def test_all_matrices_get_the_mode_bits_and_group_size(mode, bits, group_size, pair):
     options = {"mode": mode, "group_size": group_size}
     target, drafter = load(*pair, target_bits=bits, draft_bits=bits, **options)
     for module in (target.model, drafter):
@@ -56,8 +56,8 @@ def test_modes_and_groups(mode, bits, group_size, pair):
     assert generate(target, drafter, prompt, max_tokens=24).tokens == plain
 
 
-def test_the_models_own_choices_are_respected():
-    """Experts' routers keep 8 bits whatever the rest gets."""
+def test_bits_that_the_model_class_requires_for_a_layer_are_respected():
+    """In mlx-lm, routers of experts always have 8 bits."""
     model = random_model("qwen3_moe")
     Quantization(4, 32).apply(model)
     layer = model.model.layers[0]
@@ -76,7 +76,7 @@ def test_the_models_own_choices_are_respected():
     ],
 )
 @pytest.mark.parametrize("which", [0, 1])
-def test_settings_that_do_not_go_together(bits, mode, group_size, words, which, pair):
+def test_settings_that_cannot_be_combined_are_refused(bits, mode, group_size, words, which, pair):
     loader = (load_target, load_drafter)[which]
     with pytest.raises(SettingsError, match=words) as caught:
         loader(pair[which], bits, mode=mode, group_size=group_size)
@@ -86,7 +86,7 @@ def test_settings_that_do_not_go_together(bits, mode, group_size, words, which, 
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), MODES[:2] + MODES[3:])
-def test_the_memory_it_reckons_is_the_memory_it_takes(mode, bits, group_size):
+def test_the_predicted_bytes_of_a_quantized_matrix_are_exact(mode, bits, group_size):
     quantization = Quantization.of(bits, mode, group_size)
     linear = nn.Linear(256, 512, bias=False)
     linear.set_dtype(mx.bfloat16)

@@ -1,4 +1,4 @@
-"""The registry: well-formed, without doubles, and found by every name a target has."""
+"""The registry of known pairs: well-formed, without duplicates, found by every target's names."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ DATA = Path(__file__).parents[1] / "data"
 MISSING = {"step3p7", "glm5_next"}  # of the table; not in this mlx-lm
 
 
-def test_every_row_is_a_pair_of_repositories_and_none_is_there_twice():
+def test_every_row_is_a_pair_of_repositories_and_none_is_listed_twice():
     drafters = []
     targets = []
     for pair in pairs():
@@ -26,12 +26,13 @@ def test_every_row_is_a_pair_of_repositories_and_none_is_there_twice():
     for name in (*drafters, *targets):
         owner, _, repository = name.partition("/")
         assert owner and repository and "/" not in repository and name == name.strip()
-    assert len(drafters) == len({*drafters}) > 60
-    # The last part alone is looked up, so that is what must be unique.
+    assert len(drafters) == len(set(drafters)) > 60
+    # Targets are looked up by the name without its owner, which therefore must be unique.
     assert len(targets) == len({name.rpartition("/")[2].lower() for name in targets})
 
 
-def test_a_drafter_that_is_known_not_to_load_says_why_and_is_not_fetched():
+def test_the_error_about_a_drafter_that_is_known_not_to_load_says_why():
+    """It is raised before a download."""
     with pytest.raises(ConfigError, match="known not to load: its config does not say"):
         load_drafter("Hikari07jp/DSpark-Gemma-4-31B-draft")
 
@@ -63,7 +64,7 @@ def test_a_drafter_that_is_known_not_to_load_says_why_and_is_not_fetched():
         ("mlx-community/SmolLM2-135M-Instruct-4bit", "smollm2"),
     ],
 )
-def test_a_drafter_is_found_by_the_target_s_name_or_a_conversion_s(name, drafter):
+def test_a_drafter_is_found_by_the_name_of_a_target_or_its_conversion(name, drafter):
     assert known_drafter(name) == drafter
 
 
@@ -93,7 +94,10 @@ def test_gguf_files_are_known_by_their_name(kind):
         "Qwen3-8B-Q4_K_M",
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",
         "HuggingFaceTB/SmolLM2-135M",
-        *("Qwen/Qwen3-8", "Qwen3-8B-Base", "", "/"),
+        "Qwen/Qwen3-8",
+        "Qwen3-8B-Base",
+        "",
+        "/",
     ],
 )
 def test_another_model_of_a_similar_name_is_not_taken_for_it(name):
@@ -106,8 +110,8 @@ TINY = json.loads((DATA / "mlx_lm_models.json").read_text()) | {
 
 
 @pytest.mark.parametrize("model_type", sorted({pair.model_type for pair in pairs()}))
-def test_every_target_of_the_table_loads_and_drafts_or_is_shown_as_missing(model_type):
-    """From a tiny config of its model_type."""
+def test_every_target_of_the_table_can_be_decoded_or_is_marked_as_unsupported(model_type):
+    """Its model has the same model_type, and is tiny."""
     pair = next(pair for pair in pairs() if pair.model_type == model_type)
     if pair.unsupported is not None:
         assert model_type in pair.unsupported and model_type in MISSING

@@ -1,4 +1,4 @@
-"""Memory and speeds of known models, against mlx-lm's modules and what others timed on Macs."""
+"""Memory and speeds of known models, compared with mlx-lm's modules and timings on Macs."""
 
 import json
 import re
@@ -65,30 +65,35 @@ def test_every_size_is_checked_here():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_sizes_are_those_of_mlx_lm(name):
-    """Parameters by the model; context by the caches of a forward that is never computed."""
+    """Compare the number of parameters, and the bytes of a context.
+
+    The model and the caches of its forward are lazy, and never computed.
+    """
     size = KNOWN[name]
     model = lazy_model(name)
     count = size.dense + size.lookup + size.experts * size.expert
     assert count == pytest.approx(parameters(model), rel=2e-3)
-    said = re.search(r"-E?([\d.]+)B", name, re.IGNORECASE)
-    if said and name not in LEFT_OUT:
-        assert count == pytest.approx(float(said[1]), rel=0.07)
+    billions_in_name = re.search(r"-E?([\d.]+)B", name, re.IGNORECASE)
+    if billions_in_name and name not in LEFT_OUT:
+        assert count == pytest.approx(float(billions_in_name[1]), rel=0.07)
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    grows = 0.0
-    stays = 0.0
+    bytes_per_token = 0.0
+    fixed_bytes = 0.0
     for cache in caches:
         arrays = [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
-        held = sum(array.nbytes for array in arrays)
-        if not isinstance(cache, KVCache | RotatingKVCache):
-            stays += held
+        size_in_bytes = sum(array.nbytes for array in arrays)
+        if not isinstance(cache, KVCache | RotatingKVCache):  # a recurrent state
+            fixed_bytes += size_in_bytes
             continue
-        per_token = held / cache.keys.shape[2]
+        bytes_per_row = size_in_bytes / cache.keys.shape[2]
         window = getattr(cache, "max_size", None)
-        grows += 0 if window else per_token
-        stays += per_token * (window or 0)
-    assert 1e3 * size.token == pytest.approx(grows, rel=0.01)
-    assert 1e6 * size.fixed == pytest.approx(stays, rel=0.05, abs=3e6)
+        if window:
+            fixed_bytes += bytes_per_row * window
+        else:
+            bytes_per_token += bytes_per_row
+    assert 1e3 * size.token == pytest.approx(bytes_per_token, rel=0.01)
+    assert 1e6 * size.fixed == pytest.approx(fixed_bytes, rel=0.05, abs=3e6)
 
 
 @pytest.mark.parametrize("name, published", DRAFTERS.items())
@@ -108,7 +113,7 @@ def test_weights_are_those_of_the_files_on_the_hub():
         assert KNOWN[name].weights(bits) / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
-def test_a_need_is_a_sum():
+def test_the_memory_that_a_pair_needs_is_that_of_weights_drafter_and_context():
     by_name = {pair.short: pair for pair in pairs()}
     need = memory_need(by_name["Qwen3-8B"])
     size = KNOWN["Qwen3-8B"]
@@ -121,7 +126,7 @@ def test_a_need_is_a_sum():
 
 
 @pytest.mark.parametrize("step", MAC["steps"], ids=lambda s: "{model} {chip} {rows}".format(**s))
-def test_steps_that_others_timed_on_macs(step):
+def test_predicted_steps_are_close_to_timings_on_macs(step):
     size = KNOWN[step["model"]]
     chip = chip_named(step["chip"])
     if step["rows"] == 1:
@@ -132,19 +137,21 @@ def test_steps_that_others_timed_on_macs(step):
 
 
 @pytest.mark.parametrize("product", MAC["products"])
-def test_products_that_others_timed_on_macs(product):
+def test_predicted_products_are_close_to_timings_on_macs(product):
     chip = chip_named(product["chip"])
     weights = product["columns"] * product["depth"]
     predicted = chip.read_seconds(Quantization(4, 64).quantized_bytes(weights))
     if product["rows"] > 1:
-        stock = product["kernels"] == "stock"
-        rows, share = (sizes.STOCK_ROWS, chip.stock_share) if stock else (sizes.ROWS, None)
-        predicted = max(predicted, chip.multiply_seconds(rows, weights, share))
+        if product["kernels"] == "stock":
+            compute_seconds = chip.multiply_seconds(sizes.STOCK_ROWS, weights, chip.stock_share)
+        else:
+            compute_seconds = chip.multiply_seconds(sizes.ROWS, weights, None)
+        predicted = max(predicted, compute_seconds)
     assert 1e3 * predicted == pytest.approx(product["milliseconds"], rel=0.2)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_predictions_are_sane(name):
+def test_predictions_are_plausible_on_every_chip(name):
     size = KNOWN[name]
     for chip in chips():
         assert 1 < size.gains_above(chip) < 17, chip.name

@@ -1,4 +1,4 @@
-"""How other programs say that weights are quantized: in config.json, or in a file next to it."""
+"""Quantization as other programs declare it: in config.json, or in a file next to it."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load_target
 
 
-def save_packed(folder: Path) -> None:
-    """The folder's matrices in NVFP4, under mlx-lm's names."""
+def quantize_to_nvfp4(folder: Path) -> None:
+    """Replace the folder's weights by NVFP4 ones, with mlx-lm's names."""
     model, _ = load_model(folder)
     nn.quantize(model, 16, 4, mode="nvfp4")
     save_weights(folder, model)
@@ -25,7 +25,7 @@ def save_packed(folder: Path) -> None:
 @pytest.mark.parametrize("form", ["ModelOpt's", "with quant_method", "flat"])
 def test_a_quantization_in_modelopts_own_file_is_read(tmp_path: Path, form: str) -> None:
     folder = save_target(tmp_path, "llama", hidden_size=128, intermediate_size=128)
-    save_packed(folder)
+    quantize_to_nvfp4(folder)
     settings = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     said: dict[str, Any] = {"producer": {"name": "modelopt"}, "quantization": settings}
     if form != "ModelOpt's":
@@ -50,7 +50,7 @@ def test_a_quantization_in_modelopts_own_file_is_read(tmp_path: Path, form: str)
         ({"quantization": {"quant_algo": None}}, None),
     ],
 )
-def test_a_quantization_of_modelopt_that_is_not_read_is_named(
+def test_the_error_about_a_modelopt_quantization_that_cannot_be_read_says_why(
     tmp_path: Path, said: dict[str, Any], message: str | None
 ) -> None:
     folder = save_target(tmp_path, "llama")
@@ -64,10 +64,10 @@ def test_a_quantization_of_modelopt_that_is_not_read_is_named(
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_plain_weights_of_a_config_that_names_a_quantization(
+def test_plain_weights_are_read_although_the_config_names_a_quantization(
     tmp_path: Path, method: str, nested: bool
 ) -> None:
-    """Of a model that was unpacked or merged, with its old config: plain, with a warning."""
+    """A model that was dequantized or merged may still have its old config. A warning says so."""
     folder = save_target(tmp_path, "llama")
     tokens = mx.array([[1, 2, 3]])
     wanted = load_target(str(folder)).model(tokens)
@@ -83,6 +83,6 @@ def test_plain_weights_of_a_config_that_names_a_quantization(
         assert mx.array_equal(target.model(tokens), wanted)
 
 
-def test_infinite_numbers_as_transformers_writes_them(tmp_path: Path) -> None:
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": [0.0, {"__float__": "Infinity"}], "b": {"c": 1}}')
     assert Folder(tmp_path).config == {"a": [0.0, float("inf")], "b": {"c": 1}}

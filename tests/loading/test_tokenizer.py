@@ -1,8 +1,9 @@
-"""Tokenizers of repositories with code of their own, read without running it."""
+"""Tokenizers of repositories that come with their own code, which we never run."""
 
 import json
 import random
 from base64 import b64encode
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,9 @@ TEXTS = [
 
 
 def trained_ranks() -> dict[bytes, int]:
-    """Bytes, then pairs in the order that they were merged, as tiktoken trains them."""
+    """Train a tokenizer as tiktoken does: 256 bytes, then the merged pairs in their order."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    words = [list(bytes([byte]) for byte in word.encode()) for text in TEXTS for word in cut(text)]
+    words = [single_bytes(word) for text in TEXTS for word in cut(text)]
     while len(ranks) < 400:
         counts: dict[bytes, int] = {}
         for word in words:
@@ -43,6 +44,10 @@ def trained_ranks() -> dict[bytes, int]:
     return ranks
 
 
+def single_bytes(word: str) -> list[bytes]:
+    return [bytes([byte]) for byte in word.encode()]
+
+
 def cut(text: str) -> list[str]:
     """The words of a text, by the pattern."""
     splitter = pre_tokenizers.Split(Regex(_KIMI_PATTERN), "isolated")
@@ -50,21 +55,24 @@ def cut(text: str) -> list[str]:
 
 
 def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
-    """tiktoken's algorithm: the leftmost of the pairs with the lowest rank, until there is none."""
+    """Merge as tiktoken does: the leftmost pair of the lowest rank, as long as there is one."""
     parts = list(parts)
+    no_rank = 10**9
     while True:
-        pairs = [ranks.get(a + b, 10**9) for a, b in zip(parts, parts[1:], strict=False)]
-        if not pairs or min(pairs) == 10**9:
+        pair_ranks = [ranks.get(left + right, no_rank) for left, right in pairwise(parts)]
+        lowest = min(pair_ranks, default=no_rank)
+        if lowest == no_rank:
             return parts
-        first = pairs.index(min(pairs))
+        first = pair_ranks.index(lowest)
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
 
 
 def encoded(text: str, ranks: dict[bytes, int]) -> list[int]:
+    """The token ids that tiktoken gives a text."""
     ids = []
     for word in cut(text):
         whole = word.encode()
-        parts = [whole] if whole in ranks else merged([bytes([b]) for b in whole], ranks)
+        parts = [whole] if whole in ranks else merged(single_bytes(word), ranks)
         ids += [ranks[part] for part in parts]
     return ids
 
@@ -87,7 +95,7 @@ def test_texts_are_encoded_as_tiktoken_encodes_them(tmp_path: Path) -> None:
         assert built.decode(ids) == text
 
 
-def test_special_tokens_have_the_numbers_behind_the_ranks(tmp_path: Path) -> None:
+def test_special_tokens_have_the_ids_after_those_of_the_ranks(tmp_path: Path) -> None:
     ranks = trained_ranks()
     size = len(ranks)
     named = {
@@ -102,13 +110,15 @@ def test_special_tokens_have_the_numbers_behind_the_ranks(tmp_path: Path) -> Non
 
 
 def as_kimi(folder: Path, name: str = "TikTokenTokenizer") -> Path:
-    """The folder's tokenizer in the form of Kimi's: its byte-level tokens as ranks."""
-    letters = {letter: bytes([byte]) for byte, letter in byte_letters().items()}
+    """Save the folder's byte-level tokenizer as Kimi's: its tokens, in their order, as ranks."""
+    byte_of_letter = {letter: bytes([byte]) for byte, letter in byte_letters().items()}
     content = json.loads((folder / "tokenizer.json").read_text())
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    plain = {t: i for t, i in content["model"]["vocab"].items() if t not in added}
-    numbers = {old: new for new, old in enumerate(sorted(plain.values()))}
-    ranks = {b"".join(letters[c] for c in t): numbers[i] for t, i in plain.items()}
+    added = {token["content"] for token in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"]
+    tokens = sorted((token for token in vocabulary if token not in added), key=vocabulary.get)
+    ranks = {}
+    for rank, token in enumerate(tokens):
+        ranks[b"".join(byte_of_letter[letter] for letter in token)] = rank
     save_ranks(folder, ranks)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {
@@ -141,7 +151,7 @@ def test_a_folder_with_kimis_tokenizer_runs_no_code(tmp_path: Path, has_json: bo
     assert answer.text == target.tokenizer.decode(answer.tokens)
 
 
-def test_a_class_that_is_not_known_leaves_tokenizer_json_as_it_is(tmp_path: Path) -> None:
+def test_tokenizer_json_is_read_if_the_tokenizers_class_is_unknown(tmp_path: Path) -> None:
     folder = save_target(tmp_path, "llama")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {
@@ -157,8 +167,8 @@ def test_a_class_that_is_not_known_leaves_tokenizer_json_as_it_is(tmp_path: Path
 
 
 @pytest.mark.parametrize("file", ["tiktoken.model", "qwen.tiktoken", "tokenizer.model"])
-def test_other_tokenizers_of_repositories_are_named(tmp_path: Path, file: str) -> None:
-    """QWen's and ChatGLM's; the latter keeps its ranks in a tokenizer.model."""
+def test_the_error_about_an_unknown_tokenizer_names_its_class(tmp_path: Path, file: str) -> None:
+    """The first QWen and ChatGLM have such tokenizers; ChatGLM's ranks are in tokenizer.model."""
     folder = as_kimi(save_target(tmp_path, "llama"), "TheirTokenizer")
     (folder / "tokenizer.json").unlink()
     (folder / "tiktoken.model").rename(folder / file)
@@ -168,7 +178,7 @@ def test_other_tokenizers_of_repositories_are_named(tmp_path: Path, file: str) -
 
 
 @pytest.mark.parametrize("lines", ["YQ== 0\nYg== 2\n", "YQ== 0 1\n", "!! 0\n", "YQ== x\n"], ids=str)
-def test_a_broken_list_of_ranks_is_named(tmp_path: Path, lines: str) -> None:
+def test_the_error_about_a_broken_list_of_ranks_names_the_file(tmp_path: Path, lines: str) -> None:
     folder = as_kimi(save_target(tmp_path, "llama"))
     (folder / "tokenizer.json").unlink()
     (folder / "tiktoken.model").write_text(lines)

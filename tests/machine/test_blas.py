@@ -1,4 +1,4 @@
-"""The BLAS is put under MLX before MLX is imported, so most cases are processes of their own."""
+"""The BLAS is put under MLX before MLX is imported, so most tests start a new process."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ import mlx.core as mx, numpy as np
 with mx.stream(mx.cpu):
     for dtype in (mx.float32, mx.float64):
         a = mx.arange(6, dtype=dtype).reshape(2, 3); b = mx.arange(12, dtype=dtype).reshape(3, 4)
-        wide = mx.concatenate([b, b], axis=1)[:, 2:6]          # a row is not where the last ended
+        wide = mx.concatenate([b, b], axis=1)[:, 2:6]          # its rows are not contiguous
         for left, right in ((a, b), (a, wide), (b.T, a.T)):
             assert np.array_equal(np.array(left @ right), np.array(left) @ np.array(right))
     print("right")
@@ -52,7 +52,7 @@ def run(code: str, home: Path, **variables: str) -> str:
 
 
 def bindings(code: str, home: Path) -> list[str]:
-    """The dynamic linker's own record of where MLX's cblas_sgemm went."""
+    """The lines of the dynamic linker's log that say which library MLX's cblas_sgemm is from."""
     run(code, home, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(home / "bindings"))
     lines = [line for log in home.glob("bindings.*") for line in log.read_text().splitlines()]
     return [line for line in lines if "libmlx.so" in line and "`cblas_sgemm'" in line]
@@ -60,18 +60,21 @@ def bindings(code: str, home: Path) -> list[str]:
 
 @linux
 @needs_compiler
-def test_mlx_takes_the_shim(tmp_path):
+def test_mlx_multiplies_with_our_library(tmp_path):
     code = USE.format("") + PRODUCT
-    taken = bindings(code, tmp_path)
-    assert taken and all(" to " in line and "/shim-" in line.split(" to ")[1] for line in taken)
+    lines = bindings(code, tmp_path)
+    assert lines
+    for line in lines:
+        library = line.split(" to ")[1]
+        assert "/shim-" in library
     output = run(code, tmp_path)
     assert "name='dflash-" in output and "right" in output
 
 
 @linux
-def test_stock_stays_stock(tmp_path):
-    taken = bindings(USE.format("stock=True") + PRODUCT, tmp_path)
-    assert taken and not any("/shim-" in line or "openblas" in line for line in taken)
+def test_with_stock_mlx_keeps_its_own_blas(tmp_path):
+    lines = bindings(USE.format("stock=True") + PRODUCT, tmp_path)
+    assert lines and not any("/shim-" in line or "openblas" in line for line in lines)
     assert not (tmp_path / ".cache").exists()
 
 
@@ -103,7 +106,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path):
 
 @linux
 @needs_compiler
-def test_without_a_place_to_keep_it_the_shim_is_built_for_one_process(tmp_path):
+def test_without_a_cache_folder_the_library_is_built_for_one_process(tmp_path):
     (tmp_path / ".cache").write_text("a file where a folder should be")
     (tmp_path / "tmp").mkdir()
     output = run(USE.format("") + PRODUCT, tmp_path, TMPDIR=str(tmp_path / "tmp"))
@@ -113,13 +116,14 @@ def test_without_a_place_to_keep_it_the_shim_is_built_for_one_process(tmp_path):
 
 @linux
 @needs_compiler
-def test_the_shim_is_built_once_and_only_trusted_when_private(tmp_path):
+def test_the_library_is_built_once_and_only_used_if_nobody_else_can_write_it(tmp_path):
+    """Three processes start at the same time; a later one finds what they built."""
     environment = {**os.environ, "HOME": str(tmp_path)}
     command = [sys.executable, "-c", USE.format("")]
-    together = [
+    processes = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)
     ]
-    for process in together:
+    for process in processes:
         assert b"name='dflash-" in process.communicate(timeout=120)[0]
     (shim,) = (tmp_path / ".cache/dflash-mlx/blas").iterdir()
     assert shim.stat().st_mode & 0o777 == 0o700 and shim.parent.stat().st_mode & 0o777 == 0o700
@@ -131,8 +135,8 @@ def test_the_shim_is_built_once_and_only_trusted_when_private(tmp_path):
     assert "others can write" in run(command[-1], tmp_path)
 
 
-def compiler(folder: Path, version: str) -> str:
-    """A PATH whose `cc` is the real one, but for what it says of its version; it logs its calls."""
+def path_with_compiler(folder: Path, version: str) -> str:
+    """A PATH whose `cc` calls the real one, logs its calls, and reports this version."""
     folder.mkdir()
     script = folder / "cc"
     script.write_text(
@@ -147,20 +151,23 @@ if [ "$1" = --version ]; then echo "{version}"; else exec {shutil.which("cc")} "
 
 @linux
 @needs_compiler
-def test_another_version_of_the_compiler_builds_anew(tmp_path):
-    paths = [compiler(tmp_path / version, f"cc (Some) {version}") for version in ("98.1", "99.2")]
-    for path in [*paths, paths[0]]:
+def test_each_version_of_the_compiler_builds_its_own_library(tmp_path):
+    older = path_with_compiler(tmp_path / "98.1", "cc (Some) 98.1")
+    newer = path_with_compiler(tmp_path / "99.2", "cc (Some) 99.2")
+    for path in (older, newer, older):
         assert "name='dflash-" in run(USE.format(""), tmp_path, PATH=path)
-    names = sorted(file.name for file in (tmp_path / ".cache/dflash-mlx/blas").iterdir())
-    assert [name.endswith(end) for name, end in zip(names, ("98.1.so", "99.2.so"), strict=True)]
-    built = [call for call in (tmp_path / "98.1/calls").read_text().splitlines() if " -o " in call]
-    assert len(built) == 1  # the second time it was there
+    first, second = sorted(file.name for file in (tmp_path / ".cache/dflash-mlx/blas").iterdir())
+    assert first.endswith("98.1.so") and second.endswith("99.2.so")
+    calls = (tmp_path / "98.1/calls").read_text().splitlines()
+    builds = [call for call in calls if " -o " in call]
+    assert len(builds) == 1, "the older compiler's library was built twice"
 
 
 @linux
 @needs_compiler
-def test_the_compiler_may_not_choose_what_is_fused(tmp_path):
-    run(USE.format(""), tmp_path, PATH=compiler(tmp_path / "bin", "cc 1"))
+def test_the_compiler_may_not_fuse_multiplications_and_additions(tmp_path):
+    """Otherwise its version would decide which products are rounded once, and so their bits."""
+    run(USE.format(""), tmp_path, PATH=path_with_compiler(tmp_path / "bin", "cc 1"))
     builds = [call for call in (tmp_path / "bin/calls").read_text().splitlines() if " -o " in call]
     assert builds and all("-ffp-contract=off" in call.split() for call in builds)
     assert not any("-Ofast" in call or "-ffast-math" in call for call in builds)
@@ -169,11 +176,13 @@ def test_the_compiler_may_not_choose_what_is_fused(tmp_path):
         for path in Path(blas.__file__).parents[1].rglob("*")
         if path.suffix in (".c", ".cc", ".cpp", ".cu", ".m", ".mm")
     ]
-    assert sources == ["blas_shim.c"]  # another one needs its own test (.metal: test_kernel_source)
+    # Another source needs such a test as well. Those of Metal have test_kernel_source.py.
+    assert sources == ["blas_shim.c"]
 
 
+# For each flaw, the operations that are not fused in a wrong library.
 FAULTS = {
-    # As gcc 13 to 16 did where they could choose: not in single rows, which sum quads.
+    # As gcc 13 to 16 compiled it without the option: single rows, which use quads, had other bits.
     "a row of a product depends on the other rows": ("fma_quad",),
     "its products have other bits than on other machines": ("fma_quad", "fma_vector"),
 }
@@ -232,8 +241,8 @@ def test_loading_without_fast_products_warns_once(tmp_path):
 
 
 @linux
-def test_too_late_after_mlx_and_a_second_call(tmp_path):
-    """The second call is that of a notebook's cell that runs again."""
+def test_use_fast_blas_is_an_error_after_mlx_is_imported_unless_it_was_called_before(tmp_path):
+    """A notebook's cell may call it a second time. `stock=True` asks for what is there anyway."""
     pytest.importorskip("mlx.core")
     code = """
 import mlx.core, dflash_mlx as dm
@@ -244,7 +253,7 @@ print(dm.use_fast_blas(stock=True).name)
 """
     late, stock = run(code, tmp_path).splitlines()
     assert "already imported" in late
-    assert stock == "stock"  # what is there is what is asked for
+    assert stock == "stock"
     again = USE.format("") + "import mlx.core;" + USE.format("stock=True")
     assert "name='preloaded'" in run(again, tmp_path).splitlines()[1]
 
@@ -272,15 +281,18 @@ SHAPES |= {(1, 1), (5, 3), (7, 18), (23, 64), (64, 301), (33, 2051), (40, 5000)}
 
 @pytest.fixture(scope="module", params=KERNELS)
 def sgemm(request, tmp_path_factory):
-    """The routine of one kernel, on numpy arrays; skips what this processor does not have."""
-    there = blas._kernel()[0]
-    if sys.platform != "linux" or there not in KERNELS[: KERNELS.index(request.param) + 1]:
-        pytest.skip(f"this processor has {there}")
+    """cblas_sgemm of one kernel, for numpy arrays. Kernels are ordered from the newest on."""
+    kernel = request.param
+    best_kernel = blas._kernel()[0]
+    kernels_not_older = KERNELS[: KERNELS.index(kernel) + 1]
+    if sys.platform != "linux" or best_kernel not in kernels_not_older:
+        pytest.skip(f"this processor has {best_kernel}")
     path = tmp_path_factory.mktemp("kernel") / "shim.so"
-    flags = [f"-m{flag}" for flag in blas._X86_KERNELS.get(request.param, ())]
+    flags = [f"-m{flag}" for flag in blas._X86_KERNELS.get(kernel, ())]
     blas._compile(SOURCE, flags, path)
     library = ctypes.CDLL(str(path))
-    assert not dependent_rows(library) and not other_bits(library)  # whatever its vectors' width
+    assert not dependent_rows(library)
+    assert not other_bits(library), "the bits depend on the width of the vectors"
     size = ctypes.c_int
     number = ctypes.c_float
     array = np.ctypeslib.ndpointer(np.float32)
@@ -305,8 +317,8 @@ def numbers(*shape):
 
 @needs_compiler
 @pytest.mark.parametrize("n, k", sorted(SHAPES))
-def test_a_row_does_not_depend_on_the_others(sgemm, n, k):
-    """Nor on how the weights lie in memory, nor on the number of threads."""
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(sgemm, n, k):
+    """It does not depend on the order of the weights in memory or the number of threads either."""
     x = numbers(70, k)
     w = numbers(n, k)
     alone = np.concatenate([sgemm(x[row : row + 1], w, tb=True) for row in range(len(x))])
@@ -320,8 +332,8 @@ def test_a_row_does_not_depend_on_the_others(sgemm, n, k):
 
 
 @needs_compiler
-def test_keys_that_are_masked_change_nothing(sgemm):
-    """Attention weights of later tokens are 0, so a step of more rows reads more values."""
+def test_values_with_a_weight_of_zero_change_no_bit(sgemm):
+    """In a step of several rows, a row reads the values of later tokens, with weights of 0."""
     weights = numbers(3, 50)
     values = numbers(50, 64)
     weights[:, 41:] = 0
@@ -331,7 +343,7 @@ def test_keys_that_are_masked_change_nothing(sgemm):
 @needs_compiler
 @pytest.mark.parametrize("ta, tb", product((False, True), repeat=2))
 @pytest.mark.parametrize("m, n, k", [(1, 1, 0), (3, 5, 7), (17, 40, 33), (80, 21, 90)])
-def test_every_kind_of_product(sgemm, ta, tb, m, n, k):
+def test_products_of_transposed_and_scaled_matrices(sgemm, ta, tb, m, n, k):
     a = numbers(*((k, m) if ta else (m, k)))
     b = numbers(*((n, k) if tb else (k, n)))
     c = numbers(m, n)

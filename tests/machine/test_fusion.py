@@ -1,4 +1,7 @@
-"""MLX's fused operations are compiled on the user's machine, whose compiler must decide no bit."""
+"""On Linux, nothing is fused: MLX would compile fused operations with the user's compiler.
+
+Its version would then decide bits of the results.
+"""
 
 import os
 import shutil
@@ -11,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles C++ on Linux"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
 ]
-# What MLX fuses into one loop: 0 or 1 builds of a library after loading a model.
+# Loads a model, and prints whether MLX fuses four operations into one loop.
 FUSED = """
 import mlx.core as mx, dflash_mlx as dm
 dm.load("tiny", "none")
@@ -22,7 +25,8 @@ print("fused" if "Compiled" in graph.getvalue() else "apart")
 """
 
 
-def fusing(path: str) -> str:
+def fused_or_apart(path: str) -> str:
+    """What FUSED prints in a new process."""
     environment = {**os.environ, "PATH": path}
     command = [sys.executable, "-c", FUSED]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
@@ -30,12 +34,12 @@ def fusing(path: str) -> str:
     return done.stdout.strip()
 
 
-def test_nothing_is_fused():
-    assert fusing(os.environ["PATH"]) == "apart"
+def test_nothing_is_fused_after_a_model_was_loaded():
+    assert fused_or_apart(os.environ["PATH"]) == "apart"
 
 
 def test_a_function_is_still_traced_once(tmp_path):
-    """MLX without the function that `fuse_nothing` calls would run it each time."""
+    """`fuse_nothing` turns off the fusing only. Without compilation, each call would trace it."""
     traced = FUSED + (
         "calls = []\n"
         "f = mx.compile(lambda x: calls.append(1) or x + 1)\n"

@@ -1,4 +1,4 @@
-"""Weights that macOS does not page out: how many bytes, and on whose account."""
+"""Weights are wired, so that macOS does not page them out: when, and how many bytes."""
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ GB = 10**9
 
 @pytest.fixture
 def mac(monkeypatch):
-    """A Mac's device of 16 GB, of which the GPU should have 10.7; the limits that were set."""
+    """Simulate a Mac with 16 GB, 10.7 of them for the GPU; return the wired limits that are set."""
     limits: list[int] = []
     info = {"max_recommended_working_set_size": 10.7 * GB}
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -27,27 +27,27 @@ def mac(monkeypatch):
     ("weights", "memory", "expected"),
     [
         (5 * GB, 16 * GB, 5 * GB),  # the weights and no more
-        (14 * GB, 16 * GB, 10.4 * GB),  # 35% stay pageable
-        (14 * GB, 64 * GB, 10.7 * GB),  # what the GPU should have
+        (14 * GB, 16 * GB, 10.4 * GB),  # 35% of the memory are not wired
+        (14 * GB, 64 * GB, 10.7 * GB),  # the limit that Metal recommends
     ],
 )
-def test_weights_are_wired_as_far_as_the_mac_can(mac, monkeypatch, weights, memory, expected):
+def test_weights_are_wired_up_to_the_limits_of_the_mac(mac, monkeypatch, weights, memory, expected):
     monkeypatch.setattr(pinned_memory, "memory_bytes", lambda: memory)
     assert pinned_memory.pin_weights(weights) == int(expected)
     assert mac == [int(expected)]
 
 
-def test_other_devices_wire_nothing(monkeypatch):
-    monkeypatch.setattr(mx, "set_wired_limit", None)
+def test_nothing_is_wired_on_other_devices(monkeypatch):
+    monkeypatch.setattr(mx, "set_wired_limit", None)  # a call would fail
     assert pinned_memory.pin_weights(5 * GB) == 0
 
 
 @pytest.mark.parametrize(("settings", "count"), [({}, 1), ({"wire": False}, 0)])
 def test_opening_a_pair_wires_its_weights(monkeypatch, settings, count):
-    """Once, by what loading added; not in a server that was not asked to."""
-    calls: list[int] = []
-    monkeypatch.setattr(pinned_memory, "pin_weights", calls.append)
+    """It wires the bytes that loading has added, once, unless `wire` is False."""
+    wired: list[int] = []
+    monkeypatch.setattr(pinned_memory, "pin_weights", wired.append)
     pair = cli.pair.open_pair(Names("tiny"), Weights(), warm=False, **settings)
-    assert len(calls) == count
-    assert all(0 < held < 2 * mx.get_active_memory() for held in calls)
+    assert len(wired) == count
+    assert all(0 < size < 2 * mx.get_active_memory() for size in wired)
     assert pair.target is not None

@@ -1,4 +1,4 @@
-"""On a Linux CPU, loading a model keeps MLX's threads from preempting the one that feeds them."""
+"""On a Linux CPU, loading a model makes MLX's threads batch jobs, which preempt no other thread."""
 
 import os
 import subprocess
@@ -33,18 +33,18 @@ def policies(before: str = "") -> set[int]:
     return set(map(int, done.stdout.split()))
 
 
-def test_threads_wait_for_their_turn():
-    """How often they are preempted then depends on what else runs, so it is not counted here."""
+def test_all_threads_get_the_batch_policy():
+    """How often threads preempt each other depends on what else runs, so it is not counted."""
     assert policies() == {os.SCHED_BATCH}
 
 
-def test_a_policy_that_somebody_chose_stays():
-    chosen = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
-    assert os.SCHED_IDLE in policies(chosen)
+def test_a_policy_that_the_user_chose_is_kept():
+    choose_idle = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    assert os.SCHED_IDLE in policies(choose_idle)
 
 
-def test_threads_may_be_hidden(monkeypatch):
-    """A container may have no /proc."""
+def test_a_container_without_proc_is_no_error(monkeypatch):
+    """The threads cannot be listed there, and keep their policy."""
 
     def hidden(folder):
         raise FileNotFoundError(folder)
@@ -53,6 +53,6 @@ def test_threads_may_be_hidden(monkeypatch):
     preemption.preempt_nothing()
 
 
-def test_a_sandbox_may_refuse():
+def test_a_sandbox_that_refuses_the_policy_is_no_error():
     refuse = "def refuse(*args): raise PermissionError\nos.sched_setscheduler = refuse"
     assert policies(refuse) == {os.SCHED_OTHER}

@@ -1,4 +1,4 @@
-"""The documentation says what the program does, and what is typed from it runs."""
+"""The documentation agrees with the program, and its commands and code run."""
 
 import html
 import json
@@ -80,7 +80,7 @@ def test_every_page_is_reached_from_the_readme():
 
 @each_page
 def test_commands_in_the_docs_exist(page):
-    """Every option that a line of code gives to a command is one of the command's."""
+    """Each command in the docs has only options that the program knows."""
     for name, rest in re.findall(r"dflash-mlx (\w+)([^\n`#]*)", page.read_text()):
         if name not in COMMANDS:
             continue

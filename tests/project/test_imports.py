@@ -1,4 +1,4 @@
-"""Who may import whom: only downward. The import statements are read, type hints' included."""
+"""Modules import only from lower levels. All import statements count, even those for type hints."""
 
 import ast
 import subprocess
@@ -57,7 +57,7 @@ def part_of(name: str) -> str:
 
 
 def modules() -> dict[str, Path]:
-    """Every module by the name it is imported under: `dflash_mlx.cli.main` lies in cli/."""
+    """The file of every module by its import name. Those of `dflash_mlx.cli` are in cli/."""
     folders = {"dflash_mlx": PACKAGE, "dflash_mlx.cli": ROOT / "cli"}
     folders["dflash_mlx.metal"] = ROOT / "metal"
     paths = {}
@@ -99,8 +99,8 @@ def test_imports_go_downward():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_needs_itself():
-    """No circle of imports, not even of those that only type hints need."""
+def test_there_is_no_circular_import():
+    """Imports that only type hints need count as well."""
     all_modules = modules()
     needs = {}
     for name, path in all_modules.items():
@@ -114,14 +114,14 @@ def test_no_module_needs_itself():
 
 
 def module_of(imported: str, all_modules: dict[str, Path]) -> str | None:
-    """The module that an imported name lies in; None if it is not ours or the public package."""
+    """The module of ours that has an imported name. None for others and the public package."""
     while imported and imported not in all_modules:
         imported = imported.rpartition(".")[0]
     return imported if imported != "dflash_mlx" else None
 
 
-def test_only_the_server_knows_the_web():
-    """Its packages are an extra that nothing else may need."""
+def test_only_the_server_imports_web_packages():
+    """They are installed with an extra, which nothing else may need."""
     web = {"prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
     for name, path in modules().items():
         if part_of(name) != "serve":

@@ -77,7 +77,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def files_of(folder: str) -> list[Path]:
-    """What a package folder holds, without what Python and the system leave in it."""
+    """The files of a package folder, without caches of Python and hidden files of the system."""
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
     return [p for p in files if "__pycache__" not in p.parts and not p.name.startswith(".")]
 
@@ -174,7 +174,7 @@ WARNING = "`pip install dflash-mlx` is another project"
 FOLDERS_OF_TEXT = ("cli", "dflash_mlx", "docs", "metal", "scripts", ".github")
 
 
-def test_nobody_is_sent_to_the_package_index():
+def test_no_page_tells_users_to_install_from_the_package_index():
     """Everything installs from a clone or an address; only README's warning has the bare name."""
     assert WARNING in (ROOT / "README.md").read_text()
     texts = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "CITATION.cff"]

@@ -1,4 +1,4 @@
-"""The names people and checks call, and that they stay what they are."""
+"""The public names: all of them exist and stay what they are."""
 
 import dataclasses
 import inspect
@@ -23,7 +23,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_all_names_are_there():
+def test_all_public_names_exist():
     assert set(NAMES + CLASSES) <= set(dm.__all__) == set(dir(dm))
     assert all(inspect.isfunction(getattr(dm, name)) for name in NAMES)
     assert all(inspect.isclass(getattr(dm, name)) for name in CLASSES)
@@ -59,7 +59,7 @@ def test_settings_have_the_names_of_the_design():
 
 
 def test_a_repr_is_a_line():
-    """In a notebook the last line of a cell is shown: no page of layers, no list of every round."""
+    """A notebook shows the value of a cell's last line, which must not be a page of layers."""
     target = tinymodels.target()
     drafter = tinymodels.random_drafter()
     result = dm.generate(target, drafter, "x" * 500, max_tokens=90)
@@ -69,7 +69,7 @@ def test_a_repr_is_a_line():
     assert repr(drafter).startswith("DFlash(")
 
 
-def test_a_result_can_be_written_down_as_it_is():
+def test_a_result_can_be_converted_to_json():
     result = dm.generate(tinymodels.target(), tinymodels.random_drafter(), "x", max_tokens=20)
     written = dataclasses.asdict(result)
     assert written["stats"]["widths"] == result.stats.widths

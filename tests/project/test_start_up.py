@@ -1,4 +1,4 @@
-"""What `generate` does before it answers: what it imports, counted, and what it warns of."""
+"""What `generate` does before it answers: its imports and its warnings."""
 
 import importlib
 import json
