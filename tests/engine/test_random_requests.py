@@ -13,7 +13,7 @@ A few runs are part of the ordinary tests. This starts others until they have 10
 import functools
 import random
 import sys
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ if __name__ == "__main__":
     root = Path(__file__).parents[1]
     folders = [root / "helpers", *(folder for folder in root.iterdir() if folder.is_dir())]
     sys.path[:0] = [str(folder) for folder in folders]
+    from dflash_mlx.machine.blas import use_fast_blas
+
+    use_fast_blas()  # before MLX is imported, as conftest.py does for pytest
 
 import mlx.core as mx
 import pytest
@@ -378,10 +381,16 @@ def test_prompts_of_any_length_give_the_plain_text_with_a_prefix_store(family, c
             assert dm.generate(target, drafter, prompt, max_tokens=5, prefix=store).tokens == plain
 
 
-if __name__ == "__main__":
+def run_until(wanted: int) -> None:
+    """Run requests of each family and pair in turn, until so many tokens are compared."""
     tokens = 0
-    for number, family in product(count(100), (*FAMILIES, *PAIRS)):
-        tokens += run_requests(family, number, length=60, count=8)
-        print(f"{family}, number {number}: {tokens:,} tokens compared", flush=True)
-        if tokens >= int(sys.argv[1]):
-            break
+    for number in count(100):
+        for family in (*FAMILIES, *PAIRS):
+            tokens += run_requests(family, number, length=60, count=8)
+            print(f"{family}, number {number}: {tokens:,} tokens compared", flush=True)
+            if tokens >= wanted:
+                return
+
+
+if __name__ == "__main__":
+    run_until(int(sys.argv[1]))
