@@ -191,7 +191,7 @@ def report(model: str | None, file: Path = FILE) -> bool:
         milliseconds = time_shapes(kernels)
         content["milliseconds, MLX and ours"] = milliseconds
     if model is not None:
-        with waiting(f"Timing verifies of {model}"):
+        with waiting(f"Timing verification forwards of {model}"):
             target = dflash_mlx.load_target(model, kernels="off")
             _, timings = time_kernels(target, Kernels(), Stopwatch(TUNING_SECONDS, 3))
             content["verifies"] = [

@@ -1,7 +1,7 @@
 """`dflash-mlx launch`: starts a coding agent that uses a model on this machine.
 
-Environment variables and arguments configure the agent. They change none of its files, but win over
-its settings files, which may name another server. Where they cannot win, launch stops.
+Environment variables and arguments configure the agent. They change none of its files, but override
+its settings files, which may point to another server. If they cannot override them, launch stops.
 """
 
 from __future__ import annotations
@@ -159,18 +159,20 @@ def launch(
 
 
 def refuse_overrides(agent: Agent, arguments: list[str]) -> None:
-    """Raise `SettingsError` if an argument or a settings file may name another server."""
+    """Raise `SettingsError` if an argument or a settings file may point to another server."""
     overrides = OVERRIDES[agent]
     for word in arguments:
         if re.match(overrides.arguments, word):
-            raise SettingsError(f"launch names the server: {word} may name another. Leave it out.")
+            raise SettingsError(
+                f"launch chooses the server, and {word} may choose another: leave it out."
+            )
     for pattern in overrides.files:
         for file in glob(os.path.expanduser(os.path.expandvars(pattern))):
             match = re.search(overrides.content, Path(file).read_text(errors="replace"))
             if match is not None:
                 setting = match[0].split()[-1].strip(" =:")
                 raise SettingsError(
-                    f"{file} may name {agent.value} another server, and wins over launch: "
+                    f"{file} may point {agent.value} to another server, and overrides launch: "
                     f"remove {setting} there."
                 )
 

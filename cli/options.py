@@ -204,7 +204,7 @@ class Weights:
         None,
         panel=MODEL,
         metavar="4|8|16",
-        help="Quantize the drafter on load; 16 does not.",
+        help="Quantize the drafter on load; 16 leaves it as it is.",
     )
     draft_window: int | None = option(
         None,
@@ -223,7 +223,7 @@ class Weights:
         None,
         panel=MODEL,
         metavar="N",
-        help="Weights that share a scale. Default: by mode.",
+        help="How many weights share a scale. Default: the mode's.",
     )
     kernels: str = option(
         AUTO,
@@ -258,7 +258,7 @@ class Drafting:
     no_policy: bool = flag(
         "--no-policy",
         panel=DECODING,
-        help="Always draft the most tokens, even if slower.",
+        help="Always draft full blocks, even if that is slower.",
     )
 
 
@@ -279,7 +279,7 @@ def note_without_effect(
     if useless and not temperature:
         note(f"{', '.join(map(display_name, useless))} has no effect at temperature 0.")
     if temperature > HIGHEST_USUAL_TEMPERATURE:
-        note(f"At temperature {temperature:g} any token may come: 0.2 to 1 is usual.")
+        note(f"At temperature {temperature:g}, any token may be chosen: 0.2 to 1 is usual.")
 
 
 def given(context: typer.Context) -> set[str]:

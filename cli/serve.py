@@ -59,7 +59,7 @@ def serve(
         None,
         panel=MODEL,
         metavar="PATH",
-        help="LoRA, served by its name. Repeatable.",
+        help="LoRA adapter, served under its own name. Repeatable.",
     ),
     drafting: options.Drafting,
     weights: options.Weights,

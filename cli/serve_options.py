@@ -14,7 +14,7 @@ PORT = option(
     "-p",
     panel=SERVER,
     metavar="PORT",
-    help="Port to listen on; 0 takes a free one.",
+    help="Port to listen on; 0 picks a free one.",
     min=0,
     max=65535,
 )
@@ -81,7 +81,7 @@ class Load:
         None,
         panel=SERVER,
         metavar="GB",
-        help="Memory for KV caches. Default: 80% of what weights leave.",
+        help="Memory for KV caches. Default: 80% of what the weights leave.",
         min=0.001,
     )
     wire: bool = flag(
@@ -93,7 +93,7 @@ class Load:
         None,
         panel=SERVER,
         metavar="GB",
-        help="Memory for prefixes. Default: 25% of what weights leave.",
+        help="Memory for prefixes. Default: 25% of what the weights leave.",
         min=0,
     )
     cache_dir: Path | None = option(
@@ -127,6 +127,6 @@ class Load:
         30.0,
         panel=SERVER,
         metavar="S",
-        help="At shutdown, how long open answers may take.",
+        help="Seconds to wait at shutdown for responses still being generated.",
         min=0,
     )

@@ -100,7 +100,9 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
 def _kernel_table(timings: list[Timing]) -> Table:
     """Make a table of the timings, without and with each group of our kernels."""
     counts = sorted({rows for timing in timings for rows in timing.stock})
-    table = make_table("milliseconds of a verify, without/with our kernels", *map(str, counts))
+    table = make_table(
+        "milliseconds of a verification, without/with our kernels", *map(str, counts)
+    )
     for timing in timings:
         cells = [timing.key]
         for rows in counts:

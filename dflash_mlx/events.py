@@ -14,9 +14,9 @@ FinishReason = Literal["stop", "length", "cancelled"]  # only `Job.cancel` cance
 class Stats:
     """Counters of one request.
 
-    The prefill produces the first token. A *round* is one step after it, with one verify forward of
-    the target. It adds one or more tokens, so plain decoding has one round for each token after the
-    first. Acceptance and speed count only the tokens of rounds.
+    The prefill produces the first token. A *round* is one step after it, with one verification
+    forward of the target. It adds one or more tokens, so plain decoding has one round for each
+    token after the first. Acceptance and speed count only the tokens of rounds.
 
     MLX measures peak memory per process, so `peak_bytes` includes whatever ran before this request
     or at the same time. To measure one request, run it alone after `mx.reset_peak_memory()`.
@@ -78,7 +78,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verify forward (tau in the DFlash paper); 1.0 without drafting."""
+        """Tokens per verification forward (tau in the DFlash paper); 1.0 without drafting."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property

@@ -29,7 +29,7 @@ Converter = Callable[[Any], Any]
 Settings = TypeVar("Settings")
 
 CONTEXT_SIZE = 20  # tokens that the repetition penalty looks at by default, as in mlx-lm
-LARGEST_TREE = 1024  # rows; the mask of a verify has an entry for every pair of rows
+LARGEST_TREE = 1024  # rows; a tree's mask has an entry for every pair of rows
 MAX_F32 = 3e38  # a little below the largest f32
 SEED_BITS = 32
 MAX_SEED = 2**SEED_BITS - 1
@@ -245,7 +245,7 @@ class RequestSettings:
     )
     logit_bias: Mapping[int, float] | None = setting(
         None,
-        "Numbers to add to the logits, by token id.",
+        "Maps token ids to numbers that are added to their logits.",
         convert=_bias,
         allowed="finite numbers by token id",
     )
@@ -267,7 +267,7 @@ class RequestSettings:
     )
     presence_penalty: float = setting(
         0.0,
-        "Penalize tokens that are in the answer already.",
+        "Penalize tokens that are already in the answer.",
         kind=float,
         minimum=-MAX_F32,
         maximum=MAX_F32,
@@ -275,7 +275,7 @@ class RequestSettings:
     )
     frequency_penalty: float = setting(
         0.0,
-        "Penalize tokens by how often the answer has them.",
+        "Penalize tokens by how often they are in the answer.",
         kind=float,
         minimum=-MAX_F32,
         maximum=MAX_F32,
@@ -283,7 +283,7 @@ class RequestSettings:
     )
     logits_processors: Sequence[LogitsProcessor] = setting(
         (),
-        "More processors, called in this order after the penalties.",
+        "Logits processors, called in this order after the penalties.",
         convert=_list_of(callable),
         allowed="a list of functions of (tokens, logits)",
     )
@@ -306,18 +306,18 @@ class RequestSettings:
     )
     stop_applies: Callable[[int, str], int] | None = setting(
         None,
-        "(token, text) -> how many of the last characters of the text may match stop strings.",
+        "(token, its text) -> how many of that text's last characters may match a stop string.",
         convert=lambda value: value if callable(value) else None,
         allowed="a function",
     )
     continues: bool = setting(
         False,
-        "Keep a leading space of the text, because the text continues another.",
+        "Keep the leading space of the answer, because it continues another text.",
         kind=bool,
     )
     think: bool | None = setting(
         None,
-        "Think before the answer, or answer at once.",
+        "Think before answering, or answer directly.",
         kind=bool,
         options=("--think/--no-think",),
     )
@@ -330,7 +330,7 @@ class RequestSettings:
     )
     chat_template_kwargs: Mapping[str, Any] | None = setting(
         None,
-        "More variables of the chat template.",
+        "More variables for the chat template.",
         convert=instance_of(Mapping),
         allowed="a dict",
     )
@@ -366,7 +366,7 @@ class RequestSettings:
     )
     branches: Sequence[int] | None = setting(
         None,
-        "Where other prompts diverge, for the prefix store. None finds it in chat messages.",
+        "Where other prompts may diverge, for the prefix store. None: derived from the messages.",
         convert=_list_of(_is_token),
         allowed="positions in the prompt",
     )

@@ -3,7 +3,7 @@
     python scripts/step_figures.py [--model tiny] [--rows 1,4,16] [--repeats 30] [--tokens 100]
 
 On a GPU no step is replayed until somebody has timed it: this script switches it on for its own
-process. Prints, for each number of rows, the milliseconds of a verify with its commit either way
+process. Prints, for each number of rows, the milliseconds of a verification and commit either way
 (medians of turns), whether the logits are equal to the bit, and which operations MLX has fused in
 the trace only: a GPU compiles a library of each. Then plain decoding: tokens per second, and
 whether the texts are equal.

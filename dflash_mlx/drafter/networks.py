@@ -272,7 +272,7 @@ def identify(config: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     if isinstance(label, str) and label in kinds:
         packaging, kind = kinds[label]
     elif other is not None:
-        raise ConfigError(f"{where}: {brief(label)} is {other}: it cannot be read here.")
+        raise ConfigError(f"{where}: {brief(label)} is {other}, which dflash-mlx cannot load.")
     elif key == "architectures" and not names:
         packaging = ZLAB
         kind = DFLASH

@@ -1,4 +1,4 @@
-"""The steps that an engine's requests share: one draft pass and one verify forward for all."""
+"""Steps that the requests of an engine share: one draft pass and one verification for all."""
 
 from __future__ import annotations
 

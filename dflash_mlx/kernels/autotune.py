@@ -1,4 +1,4 @@
-"""Autotuning: whole verifies are timed on this machine, with each group of our kernels on and off.
+"""Autotuning: verifications are timed on this machine, with each group of our kernels on and off.
 
 A kernel that wins alone may still make a forward slower, so forwards decide, and nothing is
 guessed. What was not timed when the time was up is MLX's. A drafter's forward is all of its
@@ -116,7 +116,10 @@ def autotune(
     kernels: Kernels,
     stopwatch: Stopwatch,
 ) -> tuple[dict[str, frozenset[int]], list[Timing]]:
-    """Time a target's verifies. Returns the rows at which our kernels run by form, and the timings.
+    """Time a target's verification forwards.
+
+    Returns, for each form of matrix or attention, the numbers of rows for which our kernels run,
+    and the timings.
 
     Args:
         model: the target's, whose layers are MLX's.

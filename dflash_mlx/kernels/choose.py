@@ -1,8 +1,8 @@
 """What was timed and checked on this machine: which kernel runs, at how many rows.
 
-`autotune` times whole verifies when a model is first loaded here. What won, and which launches
-returned what their references return, is kept in one small file per machine, macOS, MLX and text of
-our kernels. What was not timed runs on MLX's kernels.
+`autotune` times whole verification forwards when a model is first loaded here. What won, and which
+launches returned what their references return, is kept in one small file per machine, macOS, MLX
+and text of our kernels. What was not timed runs on MLX's kernels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The gated delta rule over a draft.
 
-A recurrent layer's state is megabytes, its inputs are kilobytes a row. So a verify writes no state
-per row; the commit runs the recurrence again over the kept rows, a chain. In a tree every node
-steps from its parent's state. `metal/delta_rule.metal` explains why a row's bits depend on its path
-only.
+A recurrent layer's state is megabytes, its inputs are kilobytes a row. So a verification writes no
+state per row; the commit runs the recurrence again over the kept rows, a chain. In a tree every
+node steps from its parent's state. `metal/delta_rule.metal` explains why a row's bits depend on its
+path only.
 
 The rule is that of Gated DeltaNet (arXiv 2412.06464), as in mlx-lm's `gated_delta_update`.
 """

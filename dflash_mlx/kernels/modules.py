@@ -37,7 +37,7 @@ from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, Product, VerifyMatm
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import FLOATS, aligned, fits_tensor_units, kernel_weights
 
-# In exact decoding, verifies of up to this many rows go through our kernels.
+# In exact decoding, verifications of up to this many rows go through our kernels.
 EXACT_ROWS = MOST_NODES
 EXACT = frozenset(range(1, EXACT_ROWS + 1))
 
@@ -92,7 +92,7 @@ class KernelPlan:
         kernels: the kernels.
         rows: the numbers of rows at which they run, by `Matrix.key`, or for attention by the keys
             of `attention_rows`.
-        exact: whether every row of a verify goes through our kernels, so that its bits do not
+        exact: whether every row of a verification goes through our kernels, so that its bits do not
             depend on the number of rows.
         layers: the path of every swapped layer.
         required: whether the user asked for exact decoding, so that MLX's kernels may not run.
@@ -106,7 +106,7 @@ class KernelPlan:
 
     @property
     def widest(self) -> int | None:
-        """The most rows that a verify may have; None for any number."""
+        """The most rows that a verification may have; None for any number."""
         return EXACT_ROWS if self.exact else None
 
 
@@ -202,7 +202,7 @@ def swap_layers(
         config: its config.json.
         kernels: the kernels that the layers run on.
         rows: the numbers of rows at which they run, by `Matrix.key`.
-        exact: whether to send every verify of up to 64 rows through our kernels instead.
+        exact: whether to send every verification of up to 64 rows through our kernels instead.
 
     Raises:
         SettingsError: exact=True, and none of our kernels can run one of the layers.

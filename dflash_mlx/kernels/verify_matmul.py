@@ -1,4 +1,4 @@
-"""x w^T for the few rows of a verify: of one matrix, of several, and gated.
+"""x w^T for the few rows of a verification: of one matrix, of several, and gated.
 
 Stock kernels change with the number of rows, and use 32-row tiles for 16 rows.
 `metal/verify_matmul.metal` has tiles of 16 rows and one order of sums for any number of rows. The

@@ -1,4 +1,4 @@
-"""The products of a mixture of experts for the few rows of a verify.
+"""The products of a mixture of experts for the few rows of a verification.
 
 The stock gathered product runs row by row and reads an expert's weights once per row that uses it.
 `metal/verify_matmul_moe.metal` reads them once.

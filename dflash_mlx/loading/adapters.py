@@ -82,7 +82,7 @@ class Adapter:
         model.eval()  # no dropout
 
     def _add_mlx_lm(self, wrong: str, model: nn.Module) -> None:
-        from mlx_lm.tuner.utils import load_adapters  # mlx-lm's trainer comes with it
+        from mlx_lm.tuner.utils import load_adapters  # here, because it imports mlx-lm's trainer
 
         load_adapters(model, str(self.folder))
         if self.config.get("fine_tune_type") == "full":
@@ -93,7 +93,7 @@ class Adapter:
 
 
 def find_adapter(name: Name, hub: Hub) -> Adapter:
-    """The adapter in a folder or repository, which is downloaded.
+    """Find the adapter in a folder, or in a repository, which is downloaded.
 
     Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`, `SettingsError`.
     """
@@ -106,7 +106,7 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
             raise ModelNotFoundError(f"No adapter {name!r}: there is no such folder.")
         folder = hub.fetch(name, [FILE, PEFT_FILE]).path
     if path_type == "file" and (folder.parent / ADAPTER_CONFIG).is_file():
-        folder = folder.parent  # its weights were named
+        folder = folder.parent  # the name is that of the weights in the folder
     kind, words = read_contents(folder)
     if kind != ADAPTER or not folder.is_dir():
         raise ModelNotFoundError(
@@ -116,13 +116,12 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
     config = read_json(folder / ADAPTER_CONFIG)
     is_peft = "peft_type" in config
     fine_tune_type = config.get("fine_tune_type", "lora")
-    files = [file for file in (FILE, PEFT_FILE) if (folder / file).exists()]
+    file_order = (PEFT_FILE, FILE) if is_peft else (FILE, PEFT_FILE)
+    files = [file for file in file_order if (folder / file).exists()]
     if not files:
-        expected_file = PEFT_FILE if is_peft else FILE
-        raise ModelNotFoundError(f"{folder} is {words}, and there is no {expected_file} in it.")
+        raise ModelNotFoundError(f"{folder} is {words}, and there is no {file_order[0]} in it.")
     if is_peft:
         _check_peft(folder / ADAPTER_CONFIG, config)
-        files.reverse()
     elif fine_tune_type not in _KINDS:
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG}: fine_tune_type is {brief(fine_tune_type)}, not lora, "

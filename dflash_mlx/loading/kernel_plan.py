@@ -117,7 +117,7 @@ def time_kernels(
 def time_verify_steps(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
-    """Time verify steps of a target with MLX's kernels and with ours.
+    """Time verification forwards of a target with MLX's kernels and with ours.
 
     Returns the row counts at which ours run, for each form of a layer, and the timings. The target
     must run on MLX's kernels, and does so afterwards.
@@ -200,7 +200,7 @@ def check_exact(target: Target) -> None:
 
 
 def check_rows(target: Target) -> None:
-    """Compare the rows of one verify with the same rows one after another, bit for bit.
+    """Check that the rows of one verification are bit-identical to the same rows read one by one.
 
     Raises `KernelError` for a row that differs: drafted text would not be the plain text.
     """

@@ -125,7 +125,10 @@ class DraftPolicy:
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         plain_step = f"a plain step {timed}"
         if estimates.path_probs == AcceptanceEstimates(self.block_size - 1).path_probs:
-            return [f"{plain_step}; no acceptance rates were learned here (lookup keeps its own)"]
+            return [
+                f"{plain_step}; no acceptance rates were learned at this temperature "
+                "(a lookup drafter keeps separate ones)"
+            ]
         lines = [plain_step]
         for rows in DESCRIBED_ROWS:
             if rows > len(tokens):

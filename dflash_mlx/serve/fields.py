@@ -136,7 +136,7 @@ class ReasoningOptions(Body):
 
 
 def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
-    """Return the chat template's variables for a reasoning effort, or for thinking or not."""
+    """Return the chat template's variables for an effort, or to turn thinking on or off."""
     if effort is None:
         return {}
     if isinstance(effort, bool) or effort == "none":

@@ -42,7 +42,7 @@ class APIServer(uvicorn.Server):
 
     Args:
         app: the application until `set_app`.
-        drain_seconds: how long open answers may take after `stop`.
+        drain_seconds: how long `stop` waits for responses that are still being generated.
     """
 
     def __init__(self, app: ASGIApp, drain_seconds: float = 30.0) -> None:

@@ -1,8 +1,8 @@
-"""Attention of a verify through our kernel, for any family.
+"""Attention of a verification through our kernel, for any family.
 
 In mlx-lm every attention layer calls `scaled_dot_product_attention` by a global name of its module.
-During a verify the layer's own code runs with that name bound to our function: same bytecode, other
-globals. (Setting the global would reach every model in the process; overriding each family's
+During a verification the layer's own code runs with that name bound to our function: same bytecode,
+other globals. (Setting the global would reach every model in the process; overriding each family's
 `__call__` would copy it.)
 
 A layer that does not call attention by that name, or whose cache the kernel cannot read (MLA's

@@ -1,4 +1,4 @@
-"""Recurrent layers in a verify: chains, trees and many requests.
+"""Recurrent layers in a verification: chains, trees and many requests.
 
 The layer's projections and its convolution read all rows together; the convolution of a tree looks
 along ancestors. Each request's cache records what enters its recurrence, see `caches.recurrent`. Of

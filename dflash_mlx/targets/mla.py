@@ -3,7 +3,7 @@
 mlx-lm computes one row in the *absorbed* form (queries move into the latent space, where all heads
 share one row of keys) and several rows in the *expanded* form (the whole latent cache is multiplied
 out into keys and values per head). The two round differently, so drafted text could differ from
-plain text, and expanding costs more the longer the context is. A verify of any number of rows
+plain text, and expanding costs more the longer the context is. A verification of any number of rows
 therefore uses the absorbed form, which for one row is mlx-lm's own, bit for bit. Prefill keeps the
 expanded form.
 

@@ -79,7 +79,7 @@ class Span:
 
     @cached_property
     def tree_mask(self) -> TreeMask:
-        """The shape of the tree, as the attention kernel reads it; of a chain as well."""
+        """Each row's position and ancestors, as the attention kernel reads them."""
         ancestors = (self.paths[:, :, None] == mx.arange(len(self))).any(axis=1)
         return TreeMask(self.position + self.depths, ancestors)
 

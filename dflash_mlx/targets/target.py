@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ..kernels.modules import KernelPlan
 
-DISPATCH_EVERY = 4  # layers of a verify that are handed to the device together
+DISPATCH_EVERY = 4  # layers of a verification that are handed to the device together
 
 
 class Target:
@@ -56,8 +56,8 @@ class Target:
         kernel_plan: which layers run on our Metal kernels; None where none does.
         is_distributed: whether other processes run the same forwards.
         steps: the traced forwards of its steps.
-        dispatches_early: whether the device starts with a verify's first layers while Python builds
-            the others, `DISPATCH_EVERY` layers at a time.
+        dispatches_early: whether the device starts with a verification's first layers while Python
+            builds the others, `DISPATCH_EVERY` layers at a time.
 
     Raises `ConfigError` for a model that cannot run.
     """

@@ -2,7 +2,7 @@
 
 mlx-lm's models get what depends on a row's position from outside: the attention mask from the
 cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
-query from a function. During a tree's verify the caches return the ancestor mask
+query from a function. While a tree is verified, the caches return the ancestor mask
 (`caches.row_cache`), and `rope` and that function take a row's depth for its number (`intercept`).
 Recurrent layers read trees in `mixers`. Here is which layers cannot.
 """

@@ -81,7 +81,7 @@ def test_claude_is_configured_by_its_environment(context):
     program, option, settings = command
     assert program == "/bin/claude" and option == "--settings"
     assert json.loads(settings)["permissions"]["deny"] == ["WebSearch"]
-    assert json.loads(settings)["env"] == environment  # which wins over settings files
+    assert json.loads(settings)["env"] == environment  # which overrides settings files
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "k"
     limit = environment.get("CLAUDE_CODE_MAX_CONTEXT_TOKENS")
     assert limit == ("262144" if context == 262_144 else None)

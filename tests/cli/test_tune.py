@@ -73,7 +73,10 @@ def test_the_table_of_kernel_timings(capsys):
 
 @pytest.fixture
 def speeds(monkeypatch, tmp_path):
-    """Tokens per second for each size of command buffers, as if measured; no variables are set."""
+    """Tokens per second for each size of command buffers, as if measured.
+
+    No environment variables are set.
+    """
     speeds = {None: 50.0, 100: 50.5, 200: 60.0, 400: 0.0}
     file = tmp_path / "kernels" / "buffers.json"
     monkeypatch.setattr(command_buffers, "_file", lambda: file)

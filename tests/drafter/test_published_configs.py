@@ -196,5 +196,5 @@ def test_the_error_for_an_unsupported_kind_of_drafter_names_it():
     config = copy.deepcopy(LOADED[0]["config"])
     for kind, word in (("xpress", "XPress"), ("peagle", "P-EAGLE"), ("medusa", "Medusa")):
         config["speculators_model_type"] = kind
-        with pytest.raises(ConfigError, match=f"{word} .*cannot be read here"):
+        with pytest.raises(ConfigError, match=f"{word} .*which dflash-mlx cannot load"):
             DraftConfig.from_dict(config)

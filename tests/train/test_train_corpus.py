@@ -73,7 +73,7 @@ def test_answers_to_arithmetic_are_right(generator):
 
 
 def test_the_requests_for_the_drafter_are_in_no_other_set(training, held_out):
-    """Neither in the target's training or held-out prompts, nor in the free questions."""
+    """Neither in the target's training or held-out prompts, nor in the open-ended questions."""
     requests = different_requests()
     assert len(set(requests)) == len(requests) == OWN_REQUESTS + SCORED
     assert not set(requests) & {turn.prompt for turn in turns_of([*training, *held_out])}

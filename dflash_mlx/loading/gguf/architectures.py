@@ -225,8 +225,9 @@ def read_config(path: object, header: Header) -> Config:
 def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     """The divisors of Llama 3.1's rotation frequencies, [head_dim / 2].
 
-    Wavelengths below original / high keep their frequency, those above original / low are divided
-    by the factor, and those between are blended (Llama 3.1's reference code, `apply_scaling`).
+    Wavelengths below _LLAMA3_LENGTH / high keep their frequency, and those above
+    _LLAMA3_LENGTH / low are divided by the factor. Those between are blended (`apply_scaling` in
+    Llama 3.1's reference code).
     """
     low, high = _LLAMA3.values()
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

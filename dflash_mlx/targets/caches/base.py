@@ -20,7 +20,7 @@ class DraftCache(Protocol):
     Attributes:
         can_trim: whether any last rows can be cut, so that there is no state.
         rolls_back: whether rejected rows leave it without another forward.
-        reads_trees: whether a verify's rows may be a tree.
+        reads_trees: whether a verification's rows may be a tree.
     """
 
     can_trim: bool
@@ -28,10 +28,10 @@ class DraftCache(Protocol):
     reads_trees: bool
 
     def begin(self, tree: Span) -> None:
-        """Read this tree in the next verify. A chain needs no preparation."""
+        """Read this tree in the next verification. A chain needs no preparation."""
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """Keep these of the last verify's rows, a path from row 0, and remove the others."""
+        """Keep these of the last verification's rows, a path from row 0, and remove the others."""
 
     def trim(self, rows: int) -> object:
         """Forget the last rows; only if `can_trim`."""

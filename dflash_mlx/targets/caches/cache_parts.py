@@ -31,12 +31,12 @@ class CacheParts(CacheList):
         return all(part.reads_trees for part in self.caches)
 
     def begin(self, tree: Span) -> None:
-        """Prepare all parts for a verify whose rows are a tree."""
+        """Prepare all parts for a verification whose rows are a tree."""
         for part in self.caches:
             part.begin(tree)
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """Keep these rows of the verify in all parts."""
+        """Keep these rows of the verification in all parts."""
         for part in self.caches:
             part.commit(kept, rows)
 

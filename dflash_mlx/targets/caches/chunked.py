@@ -14,5 +14,5 @@ class ChunkedCache(GenericCache, ChunkedKVCache):
     rolls_back = True
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """Keep these rows of the verify, and remove the others."""
+        """Keep these rows of the verification, and remove the others."""
         self.trim(rows - len(kept))

@@ -1,9 +1,10 @@
 """The state of a recurrent layer, and how rejected rows leave it.
 
 The cache holds the last inputs of a short convolution and, in most families, one state per head,
-which every row overwrites. Keeping a state per row would be expensive. A verify records the inputs
-of the recurrence instead, a few kilobytes a row, and the commit replays the recurrence over the
-kept rows from the old state. It runs no projection, and its cost does not depend on the context.
+which every row overwrites. Keeping a state per row would be expensive. A verification records the
+inputs of the recurrence instead, a few kilobytes a row, and the commit replays the recurrence over
+the kept rows from the old state. It runs no projection, and its cost does not depend on the
+context.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class RecurrentCache(ArraysCache):
 
     Attributes:
         cache: these arrays, None at first.
-        tree: what the running verify reads; None for a chain.
-        recorded: what entered the recurrence in the last verify.
+        tree: what the running verification reads; None for a chain.
+        recorded: what entered the recurrence in the last verification.
     """
 
     can_trim = False
@@ -41,10 +42,10 @@ class RecurrentCache(ArraysCache):
     recorded: Rows = ()
     _recurrence: Recurrence
     _inputs: Any = None  # of the convolution, [1, window - 1 + N, C]
-    _before: mx.array | None = None  # the state before the verify
+    _before: mx.array | None = None  # the state before the verification
 
     def begin(self, tree: Span) -> None:
-        """Prepare for a verify whose rows are a tree."""
+        """Prepare for a verification whose rows are a tree."""
         self.tree = tree
 
     def inputs(self, recurrence: Recurrence, dtype: mx.Dtype) -> mx.array:
@@ -55,7 +56,7 @@ class RecurrentCache(ArraysCache):
         return mx.zeros((1, recurrence.window - 1, recurrence.channels), dtype)
 
     def record(self, recurrence: Recurrence, inputs: mx.array, rows: Rows) -> None:
-        """Record a verify's inputs, and move the convolution's inputs behind a chain.
+        """Record a verification's inputs, and move the convolution's inputs behind a chain.
 
         Args:
             recurrence: the layer's.
@@ -118,7 +119,7 @@ class RecurrentCache(ArraysCache):
         self.tree = None
 
     def release(self) -> None:
-        """Hold nothing of the last verify, which is committed, but the state after it."""
+        """Hold nothing of the last verification, which is committed, but the state after it."""
         self.recorded = ()
         self._inputs = None
         self._before = None

@@ -14,13 +14,13 @@ from .base import Contents
 class RowCache:
     """The first base of a cache with rows, before mlx-lm's class.
 
-    A chain's rejected rows are the last ones, so its verify records nothing. A tree's verify gives
-    the model the mask of its ancestors, and the commit writes the kept path where a chain's rows
-    would be. It takes the path from the verify's own keys and values, not from the cache: a second
-    reference to the cache's arrays would make MLX copy them.
+    A chain's rejected rows are the last ones, so verifying it records nothing. Verifying a tree
+    gives the model the mask of its ancestors, and the commit writes the kept path where a chain's
+    rows would be. It takes the path from the verification's own keys and values, not from the
+    cache: a second reference to the cache's arrays would make MLX copy them.
 
     Attributes:
-        tree: what the running verify reads; None for a chain.
+        tree: what the running verification reads; None for a chain.
     """
 
     rolls_back = True
@@ -32,7 +32,7 @@ class RowCache:
     _new: tuple[mx.array, mx.array]  # keys and values of the tree's rows [1, H, N, D]
 
     def visible(self) -> tuple[int, int | None]:
-        """How many older rows a verify's rows may see, and in which window, if there is one."""
+        """How many older rows each verified row may see, and in which window, if there is one."""
         raise NotImplementedError
 
     def write(self, keys: mx.array, values: mx.array, rows: int) -> None:
@@ -40,7 +40,7 @@ class RowCache:
         raise NotImplementedError
 
     def cut(self, rows: int) -> None:
-        """Forget the last rows, which are rows of the last verify."""
+        """Forget the last rows, which are rows of the last verification."""
         raise NotImplementedError
 
     def contents(self) -> Contents:
@@ -63,7 +63,7 @@ class RowCache:
         return int(keys.shape[2])
 
     def begin(self, tree: Span) -> None:
-        """Prepare for a verify whose rows are a tree."""
+        """Prepare for a verification whose rows are a tree."""
         self.tree = tree
 
     def make_mask(
@@ -84,7 +84,7 @@ class RowCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """Keep these rows of the verify, and remove the others."""
+        """Keep these rows of the verification, and remove the others."""
         if self.tree is not None:
             if kept[-1] >= len(kept):  # rejected rows in between
                 path = mx.array(list(kept))

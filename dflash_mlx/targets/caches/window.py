@@ -18,7 +18,8 @@ class WindowCache(RowCache, RotatingKVCache):
     """Keys and values [1, H, N, D] of the last `max_size` tokens.
 
     A prompt leaves them in order of position, as mlx-lm's own code does; where steps are not traced
-    (`targets.traced`), so do verifies of several rows, and one row is written as mlx-lm does it.
+    (`targets.traced`), so do verifications of several rows, and one row is written as mlx-lm does
+    it.
 
     Traced steps need them in a ring: a row's place is its position modulo the capacity. The ring is
     so much larger than the window that rejected rows overwrite none that a later row may see. The
