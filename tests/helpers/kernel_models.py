@@ -25,6 +25,7 @@ def quick_factory():
 
 def base_name(name: str) -> str:
     """A kernel's name without its constants: `verify_matmul_affine`."""
+    # Constants begin with a dtype.
     return re.split(r"_(?:half|bfloat|float)\b|_(?:half|bfloat|float)_", name)[0]
 
 

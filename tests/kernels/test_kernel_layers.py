@@ -195,8 +195,11 @@ def test_only_layers_chosen_for_the_same_rows_share_a_launch(q_rows, kv_rows, la
     """Queries, keys and values do if their row counts are equal, else keys and values only."""
     model = half_precision("qwen3")
     config = families.CONFIGS["qwen3"]
-    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    rows = {shape[256]: frozenset(range(q_rows)), shape[128]: frozenset(range(kv_rows))}
+    keys_by_columns = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    rows = {  # queries have 256 columns; keys and values have 128
+        keys_by_columns[256]: frozenset(range(q_rows)),
+        keys_by_columns[128]: frozenset(range(kv_rows)),
+    }
     groups = list(shared_inputs(model))
     swap_layers(model, config=config, kernels=Kernels(kernel_factory()), rows=rows)
     for layers in groups:
@@ -229,10 +232,11 @@ def test_layers_that_share_a_launch_are_chosen_together():
     """Groups: queries, keys and values; gate, up and down; and the attention's output."""
     model = families.random_model("qwen3", head_dim=64, num_key_value_heads=1)
     groups = chosen_together(model, families.CONFIGS["qwen3"])
-    shapes = [{tuple(map(int, key.split()[0].split("x"))) for key in group} for group in groups]
-    queries_and_keys = {(256, 64), (64, 64)}
-    gated = {(128, 64), (64, 128)}
-    out = {(64, 256)}
+    # A key begins with the matrix's shape, such as `256x64`.
+    shapes = [{key.split()[0] for key in group} for group in groups]
+    queries_and_keys = {"256x64", "64x64"}
+    gated = {"128x64", "64x128"}
+    out = {"64x256"}
     assert all(group in shapes for group in (queries_and_keys, gated, out)) and len(shapes) == 3
     # The head has 256 tokens and so the shape of the queries.
     layers = sum(len(members) for group in groups for members in group.values())
@@ -262,8 +266,9 @@ def test_a_gated_unit_is_fused_only_if_all_of_its_layers_have_kernels():
     config = families.CONFIGS["qwen3"]
     model = half_precision("qwen3")
     kernels = Kernels(quick_factory())
-    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    swap_layers(model, config=config, kernels=kernels, rows={shape[128]: frozenset({4})})
+    keys_by_columns = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    rows = {keys_by_columns[128]: frozenset({4})}  # gate and up have 128 columns, down has 64
+    swap_layers(model, config=config, kernels=kernels, rows=rows)
     assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
     assert type(model.layers[0].mlp) not in UNITS.values()
 
@@ -302,4 +307,5 @@ def test_our_convolution_gives_the_stock_results_and_a_row_its_bits_in_any_call(
     layer.__class__ = KernelConv1d
     layer._rows = range(1, 65)
     assert mx.allclose(layer(x), stock, atol=1e-6)
+    # The convolution is 4 rows wide: its output 4 depends on rows 4 to 7.
     assert same_bits(layer(x)[:, 4:5], layer(x[:, 4:8]))

@@ -35,7 +35,7 @@ class SparseArray(Memory):
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
         self.name = "sparse"
         self.size = prod(shape)
-        self.flags = 3
+        self.flags = 3  # writable and initialised
         self.shape = shape
         self.ndim = len(shape)
         self.dtype = dtype
@@ -87,6 +87,7 @@ class RecordingFactory:
 
 
 def close(actual, expected) -> bool:
+    """Whether numbers differ by the errors of float32 sums at most."""
     expected = np.array(expected, np.float64)
     error = np.abs(np.array(actual, np.float64) - expected).max()
     return error <= 1e-5 * np.abs(expected).max()
@@ -103,7 +104,7 @@ def test_weights_past_offset_2_to_the_31_are_read(bits, depth):
     """The last columns of a vocabulary with more weights, or 8-bit words, than 2^31."""
     mx.random.seed(0)
     factory = RecordingFactory()
-    columns = FAR // 64 + 64
+    columns = FAR // 64 + 64  # a column has 64 weights, or 64 words of four 8-bit codes
     x = mx.random.normal((2, depth))
     w = random_weights((32, depth), dtype=mx.float32, bits=bits, group=128)
     [y] = VerifyMatmul(factory)(x, w)
@@ -112,7 +113,7 @@ def test_weights_past_offset_2_to_the_31_are_read(bits, depth):
         large[name] = SparseArray((columns, array.shape[1]), array.dtype)
         large[name].values[-32:] = np.array(array)
     out = SparseArray((2, columns), mx.float32)
-    tiles = columns // 32
+    tiles = columns // 32  # a tile has a threadgroup of 128 threads
     factory.repeat(out, tiles - 1, (tiles * 128, 1, 1), **large)
     assert close(out.values[:, -32:], y)
 
@@ -123,7 +124,8 @@ def test_experts_past_offset_2_to_the_31_are_read(bits):
     factory = RecordingFactory()
     depth = 64
     columns = 4096
-    count = (FAR // (depth * columns) + 2) * (8 if bits else 1)
+    weights_per_element = 8 if bits else 1  # 4-bit weights are stored in words
+    count = (FAR // (depth * columns) + 2) * weights_per_element
     w = random_weights((2, 32, depth), mx.float32, bits)
     x = mx.random.normal((1, depth))
     [y] = VerifyMatmulMoe(factory)(x, w, experts=mx.full((1, 1), 1, mx.uint32))

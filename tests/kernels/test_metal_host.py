@@ -113,6 +113,7 @@ def planted(correct: str, wrong: str) -> samples.Sample:
 
 
 def kinds(caught: pytest.ExceptionInfo[CheckError]) -> set[str]:
+    """The kinds of the findings that an error reports."""
     return {finding.kind for finding in caught.value.findings}
 
 

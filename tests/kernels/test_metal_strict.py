@@ -18,6 +18,7 @@ from metal_host.wrapper import Wrapper
 from dflash_mlx.kernels.source import metal_source
 
 METAL = Path(__file__).parents[2] / "metal"
+# The name and body of a struct, and a member that is one of Apple's matrices or holds some.
 STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 MATRIX_MEMBER = re.compile(r"^  (?:Fragment|Operand|simdgroup_\w+(?:<.*>)?) \w+(?:\[.*\])*;", re.M)
 

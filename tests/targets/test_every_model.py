@@ -33,8 +33,12 @@ ROWS = rows_of_the_documented_table()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NEEDS_METAL])
-def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
-    """Without a drafter, with prompt lookup and with an oracle; docs/targets.md says what works."""
+def test_every_model_of_mlx_lm_works_as_the_docs_say(name, make_docs):
+    """It gives mlx-lm's tokens without a drafter, with prompt lookup and with an oracle.
+
+    The table in docs/targets.md says how it drafts. Where it can draft trees, a row of a tree has
+    the logits of its path read as a chain.
+    """
     model = model_of(MODELS[name], 0, 0)
     target = Target(model, CharacterTokenizer(), MODELS[name], name)
     prompt = random_prompt(9, 1) * 3  # repeats itself, so that prompt lookup drafts
@@ -43,9 +47,9 @@ def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
         size = None if drafter is None else 6
         result = dm.generate(target, drafter, prompt, max_tokens=TOKENS, block_size=size)
         assert result.tokens == answer
-    assert result.stats.rounds < TOKENS - 1
+    assert result.stats.rounds < TOKENS - 1, "the oracle's drafts were not accepted"
     assert f"| {make_docs.drafting(target)} |" in ROWS[name], "run python scripts/make_docs.py"
-    if target.supports_trees:  # a row of a tree has the logits of its path read as a chain
+    if target.supports_trees:
         session = target.start()
         tree = dm.Proposal([1, 2, 3, 4, 5, 6], (-1, 0, 0, 1, 2, 4))
         list(session.prefill(prompt))

@@ -72,15 +72,18 @@ def clang() -> tuple[str, ...]:
 
 
 def _make_vector(match: re.Match[str]) -> str:
-    scalar, size, both = match.groups()
-    return f"metal::make_vector<{both or f'{scalar}, {size}'}>("
+    """The call of a function that makes the vector of a match of `_VECTOR`."""
+    scalar, size, template_arguments = match.groups()
+    return f"metal::make_vector<{template_arguments or f'{scalar}, {size}'}>("
 
 
 def _readable(text: str) -> str:
+    """A text without system headers, whose vectors are made by functions, for OpenCL's clang."""
     return _VECTOR.sub(_make_vector, _SYSTEM_INCLUDE.sub("", text))
 
 
 def _prelude() -> str:
+    """The lines before a unit: declarations of what Metal has, and its reserved names."""
     includes = (HERE / "strict" / "metal.h", HERE / "include" / "host" / "reserved.h")
     lines = [f'#include "{path}"' for path in includes]
     lines += [f"#define {name} metal::{name}" for name in sorted(_TYPES)]  # no name to declare
@@ -124,6 +127,7 @@ def faults(wrappers: Iterable[Wrapper]) -> set[str]:
     for unit in units(wrappers):
         for pattern, options in ((_GENERIC, ("-O0",)), (_INDEXED, _INLINED)):
             code = _read(unit, *options, *_LLVM)
+            # The line in each debug record, such as `!12 = !DILocation(line: 5, column: 3)`.
             lines = dict(re.findall(r"^(!\d+) = .*?\bline: (\d+)", code, re.M))
             messages |= {f"{lines.get(line, '?')}: {what}" for what, line in pattern.findall(code)}
     return messages

@@ -78,6 +78,7 @@ class Wrapper:
 
 
 def _input_parameters(name: str, array: mx.array, body: str) -> list[Parameter]:
+    """An input, and those of its shape, strides and number of dimensions that the body names."""
     space = "constant" if array.size < CONSTANT_BELOW else "device"
     reference = "&" if array.ndim == 0 else "*"
     parameters = [Parameter(name, "", f"const {space} {METAL_NAMES[array.dtype]}{reference}")]
@@ -97,6 +98,7 @@ def _output_parameter(name: str, dtype: mx.Dtype) -> Parameter:
 
 
 def _function_name(name: str, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype]) -> str:
+    """MLX's name: with all dtypes, and `s` after that of a scalar and `c` of a constant input."""
     parts = ["custom_kernel", name]
     for array in inputs:
         size = ""
@@ -151,13 +153,17 @@ extern "C" METAL_HOST_EXPORT const char* const metal_host_image[2] = {{&__ehdr_s
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
-# `threadgroup float part[32], top[32];` defines variables; a pointer, a reference or a parameter
-# does not match.
+# Variables in threadgroup memory, such as `threadgroup float part[32], top[32];`. A pointer, a
+# reference or a parameter does not match.
 _SHARED = re.compile(
     r"(?<![\w:(,<])threadgroup\s+"
+    # The type, with template arguments that may have template arguments.
     r"([\w:]+(?:\s*<[^;{}<>]*(?:<[^<>]*>)?[^;{}<>]*>)?)\s+"
+    # Names and sizes: `part[32], top[32]`.
     r"(\w+\s*(?:\[[^;]*?\])*(?:\s*,\s*\w+\s*(?:\[[^;]*?\])*)*)\s*;"
 )
+_COMMA_BETWEEN_NAMES = re.compile(r",(?![^\[]*\])")  # no comma in brackets
+_NAME_AND_SIZE = re.compile(r"\s*(\w+)\s*(.*?)\s*", re.DOTALL)  # `part` and `[32]`
 
 
 def _without_comments(text: str) -> str:
@@ -166,19 +172,24 @@ def _without_comments(text: str) -> str:
 
 
 def _define_shared(match: re.Match[str]) -> str:
-    type_, names = match.groups()
-    lines = match.group().count("\n")
+    """The same variables, each defined by a macro that puts it into the emulated memory.
+
+    As many lines as before, because the compiler's messages are to name the kernel's lines.
+    """
+    type_, declarations = match.groups()
     definitions = []
-    for declared in re.split(r",(?![^\[]*\])", names):
-        name, size = re.fullmatch(r"\s*(\w+)\s*(.*?)\s*", declared, re.DOTALL).groups()
+    for declaration in _COMMA_BETWEEN_NAMES.split(declarations):
+        name, size = _NAME_AND_SIZE.fullmatch(declaration).groups()
         definitions.append(f"METAL_HOST_SHARED({name}, ({type_}), ({size}));")
-    return " ".join(definitions).replace("\n", " ") + "\n" * lines
+    line_breaks = "\n" * match.group().count("\n")
+    return " ".join(definitions).replace("\n", " ") + line_breaks
 
 
 def shared_names(body: str) -> list[str]:
     """The variables in threadgroup memory that a kernel's body defines."""
     text = _without_comments(body)
     declared = ",".join(match.group(2) for match in _SHARED.finditer(text))
+    # Each name, before its sizes in brackets if it has any.
     return re.findall(r"(\w+)\s*(?:\[[^,]*\]\s*)*(?:,|$)", declared)
 
 
@@ -197,6 +208,7 @@ def _source(wrapper: Wrapper) -> str:
 
 
 def _argument(index: int, type_: str) -> str:
+    """The address `buffers[index]` as an argument of a parameter's type."""
     bare = type_.replace("device ", "").replace("constant ", "")
     if bare.endswith("&"):
         return f"*({bare[:-1]}*)buffers[{index}]"
