@@ -81,6 +81,7 @@ def test_the_json_of_a_run_follows_the_schema_and_its_sums_are_consistent(folder
     steps = sum(prompt["methods"]["DFlash"]["steps"] for prompt in content["prompts"])
     accepted = methods["DFlash"]["accepted"]
     assert sum(accepted.values()) == steps
+    # A step gives its accepted tokens and one more, and a prompt's prefill gives one.
     tokens = sum(int(kept) * count for kept, count in accepted.items()) + steps
     assert tokens + len(content["prompts"]) == content["overall"]["output_tokens"] == 24
 

@@ -101,6 +101,7 @@ def drafts(drafter, hidden, anchor, target):
 
 
 def distance(a, b):
+    """The largest difference of two arrays' elements."""
     return float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
 
 
@@ -170,6 +171,7 @@ def test_the_selector_picks_the_tokens_of_the_reference(top):
 
 @pytest.mark.parametrize("vocabulary", [40, 512 * 5, 512 * 7, 512 * 7 + 1, 9000])
 def test_top_candidates_are_the_highest(vocabulary):
+    """The search goes in chunks of 512 tokens: whole chunks, and a ragged last one."""
     mx.random.seed(vocabulary)
     logits = mx.random.normal((3, vocabulary))
     expected = np.sort(np.argsort(-np.array(logits), axis=-1)[:, :5], axis=-1)
@@ -198,7 +200,7 @@ def test_an_embedding_or_head_in_the_checkpoint_replaces_the_targets(tmp_path, s
     target = make_target(config)
     tokens = mx.array([[3, 4]])
     has_embedding = EMBEDDING in stored
-    embedding = target.embed(mx.arange(67))
+    embedding = target.embed(mx.arange(SHAPE["vocab_size"]))
     embedding_source = ("the target's", "no tensor embed_tokens.weight")
     if has_embedding:
         embedding = written.embed_tokens.weight
@@ -225,7 +227,7 @@ def test_an_embedding_or_head_in_the_checkpoint_replaces_the_targets(tmp_path, s
 def test_errors_name_unknown_missing_and_misshapen_tensors(tmp_path):
     config = raw_config()
     drafter = build(config)
-    drafter.d2t = mx.zeros((67,))
+    drafter.d2t = mx.zeros((SHAPE["vocab_size"],))
     with pytest.raises(WeightsError, match="d2t has no place"):
         dm.load_drafter(save(tmp_path, drafter, config))
     del drafter.d2t

@@ -116,7 +116,7 @@ def tokens(proposal) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_of_a_batch_are_those_drafted_alone(kind):
-    """Of random widths, one token among them, and though the text continues differently."""
+    """Of random widths, 1 among them; the texts then continue with tokens that were not drafted."""
     batch = BatchAndSingles(kind)
     widths = [6, 2, 4, 5, 40]
     for _ in range(3):
@@ -128,11 +128,11 @@ def test_chains_of_a_batch_are_those_drafted_alone(kind):
         for index, proposal in enumerate(drafts):
             expected = batch.alone[index].propose(anchors[index], widths[index])
             for session in (batch.together[index], batch.alone[index]):
-                session.sampler.commit([3, 1])  # tokens that were not drafted
+                session.sampler.commit([3, 1])
             assert tokens(proposal) == tokens(expected), f"request {index}"
         batch.check_contexts()
         widths = [batch.random.choice((1, 2, 3, 6)) for _ in widths]
-        widths[batch.random.randrange(5)] = 5
+        widths[batch.random.randrange(5)] = 5  # so that at least one request drafts
 
 
 @pytest.mark.parametrize("kind", KINDS)

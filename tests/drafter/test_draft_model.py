@@ -100,7 +100,7 @@ def test_another_vocabulary_is_refused_and_another_padding_of_it_is_not(tmp_path
 
     other = dm.Target(padded.model, OtherTokenizer(), padded.config, "other")
     with pytest.raises(
-        IncompatibleDrafterError, match="same number.*smaller model of the same fam"
+        IncompatibleDrafterError, match="same number.*smaller model of the same family"
     ):
         DraftModel(other).check_fits(unpadded)
 

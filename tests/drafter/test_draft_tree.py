@@ -175,6 +175,7 @@ def test_a_networks_tree_is_the_best_one_over_the_whole_vocabulary(temperature):
     tree = started.propose_tree(ANCHOR, 24, 6)
     _, log_probs = block_log_probs(drafter, temperature)
     if temperature:
+        # The sampler's seed, and the number of tokens before the sampled one.
         noise_keys = [(0, len(PROMPT) + index) for index in range(5)]
         noise = np.array(gumbel(noise_keys, log_probs.shape[1]), np.float64)
         log_probs = log_softmax(log_probs + noise / DRAFT_SCALE)
@@ -188,13 +189,14 @@ def test_a_networks_tree_is_the_best_one_over_the_whole_vocabulary(temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_tree_of_a_selector_is_conditioned_on_the_path(temperature):
+    """Above temperature 0 only sizes are compared, because the scores contain the noise."""
     drafter, started = started_session(temperature, dflash2=True)
     tree = started.propose_tree(ANCHOR, 20, 6)
     hidden, block_log_p = block_log_probs(drafter, temperature)
     selector = drafter.candidate_selector
     slots = started.scores(drafter.logits(hidden[None], target())[0], hidden, ANCHOR)
     [(tokens, log_probs)] = read_candidates([drafter.candidates(slots, 20)])
-    assert log_probs.shape == (5, 5, 5)
+    assert log_probs.shape == (5, 5, 5)  # slots, predecessors and candidates
     for slot in range(5):
         predecessors = [ANCHOR] if slot == 0 else tokens[slot - 1].tolist()
         for index, predecessor in enumerate(predecessors):

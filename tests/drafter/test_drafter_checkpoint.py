@@ -104,7 +104,7 @@ def test_copies_of_the_targets_embedding_and_head_are_dropped():
     assert drop_copies(drafter, model) == [], "they differ from the target's"
     drafter.embed_tokens.weight = model.embed(mx.arange(VOCABULARY)[None])[0]
     assert drop_copies(drafter, model) == ["embedding"]
-    drafter.lm_head.weight = model.model.lm_head.weight * 1.0
+    drafter.lm_head.weight = model.model.lm_head.weight * 1.0  # a copy
     before = drafter.logits(mx.ones((1, 2, 64)), model)
     assert drop_copies(drafter, model) == ["head"]
     assert mx.allclose(drafter.logits(mx.ones((1, 2, 64)), model), before, atol=1e-4)
@@ -114,7 +114,7 @@ def test_copies_of_the_targets_embedding_and_head_are_dropped():
 def test_a_head_that_differs_in_one_token_stays():
     model = target()
     drafter = build(raw_config(**FIT), (HEAD,))
-    weight = model.model.lm_head.weight * 1.0
+    weight = model.model.lm_head.weight * 1.0  # a copy
     weight[17] = 0.0
     drafter.lm_head.weight = weight
     assert drop_copies(drafter, model) == []

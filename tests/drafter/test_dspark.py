@@ -17,6 +17,7 @@ from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
 
 VOCABULARY = SHAPE["vocab_size"]
+MASK_TOKEN = 2
 DRAFTED = 23  # the size of a reduced vocabulary
 CONTEXT = 40
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
@@ -28,11 +29,16 @@ def raw_config(**fields):
     return {
         "architectures": ["DSparkDraftModel"],
         **SHAPE,
-        "mask_token_id": 2,
+        "mask_token_id": MASK_TOKEN,
         "target_layer_ids": [0, 3],
         "markov_rank": 8,
         **fields,
     }
+
+
+def block_tokens(anchor, rows):
+    """The tokens of a block: the anchor, and a mask for each token to draft."""
+    return [anchor] + [MASK_TOKEN] * (rows - 1)
 
 
 def build(config, parts=(EMBEDDING, HEAD)):
@@ -47,7 +53,7 @@ def reference_of(drafter, taps, anchor, rows):
     """
     config = dataclasses.asdict(drafter.config)
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
-    block = np.asarray(weights["embed_tokens.weight"])[[anchor, *[2] * (rows - 1)]]
+    block = np.asarray(weights["embed_tokens.weight"])[block_tokens(anchor, rows)]
     if "mask_embedding" in weights:
         block[1:] = weights["mask_embedding"]
     block = block * config["input_embedding_scale"]
@@ -95,16 +101,16 @@ def test_hidden_states_logits_and_greedy_tokens_equal_the_references(fields):
     start = 0
     for end, anchor in [(0, 5), (1, 9), (20, 60), (CONTEXT, 11)]:
         rows = config.block_size
-        block = drafter.embed(mx.array([[anchor, *[2] * (rows - 1)]]), None)
+        block = drafter.embed(mx.array([block_tokens(anchor, rows)]), None)
         hidden = drafter(block, taps[:, start:end], cache)
         start = end
-        fields, weights, all_rows, draft_rows = reference_of(drafter, taps[:, :end], anchor, rows)
+        resolved, weights, all_rows, draft_rows = reference_of(drafter, taps[:, :end], anchor, rows)
         assert distance(hidden[0], all_rows) < 1e-4
         logits = drafter.logits(hidden, None)[0, config.first_row :]
-        base_logits = reference.base_logits(fields, weights, draft_rows)
+        base_logits = reference.base_logits(resolved, weights, draft_rows)
         assert distance(logits, base_logits) < 1e-3
         tokens, expected_logits = reference.markov_walk(
-            fields, weights, draft_rows, base_logits, anchor
+            resolved, weights, draft_rows, base_logits, anchor
         )
         draft_hidden = hidden[0, config.first_row :]
         scores = drafter.to_full_vocab(logits)
@@ -147,7 +153,10 @@ def test_tokens_chosen_for_several_requests_are_those_of_the_reference_for_each(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("drafted", [VOCABULARY, DRAFTED])
-def test_the_top_candidates_of_a_tree_are_the_greedy_chain(kind, drafted, temperature):
+def test_the_candidates_of_a_tree_are_probable_and_the_top_ones_the_greedy_chain(
+    kind, drafted, temperature
+):
+    """The chain at temperature 0 only. At any, a slot's probabilities sum to 1 at most."""
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=drafted))
     sampler = Sampler(RequestSettings(temperature=temperature, seed=3), [1, 2, 3])
     hidden = mx.random.normal((1, 4, 32))
@@ -165,10 +174,10 @@ def test_the_top_candidates_of_a_tree_are_the_greedy_chain(kind, drafted, temper
 
 def test_a_mask_embedding_replaces_that_of_the_mask_token():
     drafter = build(raw_config(), (EMBEDDING, HEAD, MASK))
-    block = drafter.embed(mx.array([[5, 2, 2]]), None)[0]
+    block = drafter.embed(mx.array([block_tokens(5, rows=3)]), None)[0]
     assert mx.array_equal(block[0], drafter.embed_tokens.weight[5])
     assert mx.array_equal(block[1], drafter.mask_embedding)
-    assert not mx.array_equal(block[1], drafter.embed_tokens.weight[2])
+    assert not mx.array_equal(block[1], drafter.embed_tokens.weight[MASK_TOKEN])
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -178,8 +187,8 @@ def test_taps_of_another_width_give_the_references_hidden_states(adapter):
     nested = {"causal_head": True}
     parts = (EMBEDDING, HEAD, ADAPTER) if adapter else (EMBEDDING, HEAD)
     drafter = build(raw_config(**fields, dflash_config=nested), parts)
-    taps = mx.random.normal((1, 11, 2 * 20))
-    block = drafter.embed(mx.array([[5, *[2] * 5]]), None)
+    taps = mx.random.normal((1, 11, 2 * 20))  # 11 rows of two layers' features
+    block = drafter.embed(mx.array([block_tokens(5, rows=6)]), None)
     hidden = drafter(block, taps, drafter.make_cache())
     _, _, all_rows, _ = reference_of(drafter, taps, anchor=5, rows=6)
     assert distance(hidden[0], all_rows) < 1e-4

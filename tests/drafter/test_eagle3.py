@@ -201,7 +201,7 @@ def published(kind):
     """A published config, the same with its layer's fields at the root, and random tensors."""
     config = PUBLISHED[kind]
     flat = config.get("transformer_layer_config", {}) | config
-    return config, flat, random_weights(kind, flat, len(kind))
+    return config, flat, random_weights(kind, flat, seed=len(kind))
 
 
 def load(folder, kind):

@@ -177,7 +177,7 @@ def test_a_head_that_mlx_vlm_split_off_loads_with_the_same_weights(family, mode,
 def test_the_error_of_an_incomplete_head_names_the_missing_tensor(family, tmp_path) -> None:
     folder, draft = save_pair(tmp_path, family)
     head = {name: mx.array(value) for name, value in head_weights(family).items()}
-    missing = next(
+    missing = next(  # the norm of embeddings, by its names in the families
         name
         for name in head
         if name.endswith(("norm_embedding.weight", "enorm.weight")) or "token_layernorm" in name

@@ -208,7 +208,7 @@ def test_a_forward_without_memory_ends_only_the_request_that_needs_too_much(requ
 
 
 def test_a_shared_forward_without_memory_is_repeated_for_each_request_alone(request_set):
-    """No job fails: only forwards of several requests are without memory."""
+    """No job fails: only the fourth to the sixth forward of several requests lack memory."""
     failures = iter([False] * 3 + [True] * 3 + [False] * 10**4)
     jobs, batch = run_failing_batch(
         request_set, NO_MEMORY, lambda texts: len(texts) > 1 and next(failures)

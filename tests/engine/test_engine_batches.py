@@ -180,4 +180,4 @@ def test_a_network_combined_with_lookup_drafts_for_all_in_one_pass(pair, alone, 
     policy = None if name is None else POLICIES[name](0.01)
     jobs = run_three_jobs(pair, alone, CombinedDrafter(pair[1]), policy)
     steps = [job.stats.rounds for job in jobs]
-    assert 0 < passes <= max(steps) + 1 < sum(steps)
+    assert 0 < passes <= max(steps) + 1 < sum(steps), "requests did not share passes"

@@ -64,9 +64,10 @@ def test_the_memory_budget_counts_slots_only_for_layers_that_have_them(family):
     batch = SharedBatch(model, None)
     layers_with_slots = {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
     assert len(batch.slot_layers) == layers_with_slots
-    in_slots = 4 * model.cache_bytes(768, None, batch.slot_layers)
-    others = 4 * model.cache_bytes(768) - in_slots
-    needed = others + in_slots * 1024 * 5 // (768 * 4)
+    caches_with_slots = 4 * model.cache_bytes(768, None, batch.slot_layers)
+    other_caches = 4 * model.cache_bytes(768) - caches_with_slots
+    slots = caches_with_slots * (5 * 1024) // (4 * 768)  # five of 1,024 rows, not four of 768
+    needed = other_caches + slots
     requests = [make_request(model, None, [1] * 600, GenerationSettings()) for _ in range(4)]
     for size, fits in ((needed, True), (needed - 1, False)):
         budget = MemoryBudget(model, None, size, reserve=0, slot_layers=batch.slot_layers)

@@ -142,7 +142,8 @@ class RandomRequests:
         self.drafter = network if family in PAIRS else self.drafter_of(network)
         self.trees = self.target.supports_trees and drafts_trees(self.drafter)
         row_cost = self.rng.choice((0.01, 0.3))
-        self.rows = min(ROWS, self.drafter and block_size(self.drafter) or ROWS)
+        longest_block = block_size(self.drafter) if self.drafter is not None else None
+        self.rows = min(ROWS, longest_block or ROWS)
         self.policy = policy_with_costs(
             self.rows, row=row_cost, draft=0.2, trees=self.trees and self.happens(0.5)
         )
@@ -154,10 +155,8 @@ class RandomRequests:
             stride=self.rng.choice((4, 16, 4096)),
         )
         batch = SharedBatch(self.target, Allocator(row_cost) if self.happens(0.5) else None)
-        options: dict[str, Any] = {
-            "stall": 1e-9
-        }  # so small that prompts are read 16 tokens at a time
-        options["most_jobs"] = self.rng.choice((1, 3, 8))
+        # The stall is so small that prompts are read 16 tokens at a time.
+        options: dict[str, Any] = {"stall": 1e-9, "most_jobs": self.rng.choice((1, 3, 8))}
         self.little_memory = self.request_rng.random() < 0.3
         if self.little_memory:
             long_text = self.target.cache_bytes(512) + cache_bytes(self.drafter, self.target, 512)
@@ -369,8 +368,8 @@ def test_texts_of_random_requests_are_those_decoded_alone(family, number):
 def test_prompts_of_any_length_give_the_plain_text_with_a_prefix_store(family, chunk):
     """The second time, each prompt continues from the rows that the first time stored.
 
-    Targets with windows, and drafting heads, have a checkpoint 16 tokens before a prompt's end,
-    which is after the first token of 17.
+    Targets with windows, and drafting heads, have a checkpoint 16 tokens before a prompt's end. So
+    lengths around 17 are tried: in a prompt of 17 it is after the first token.
     """
     target, drafter = pair(family)
     store = dm.PrefixStore(target, drafter, memory=2**28, chunk=chunk)

@@ -131,6 +131,7 @@ class BatchAndSingles:
             self.alone[number].commit(kept)
 
     def check_states(self) -> None:
+        """Assert that the caches of each request are its twin's."""
         for member, (shared, single) in enumerate(zip(self.together, self.alone, strict=True)):
             assert shared.position == single.position and shared.intact
             shared.leave_slot()

@@ -193,7 +193,7 @@ def decode_family(family: str, by: str, quick: bool) -> None:
             texts[f"{shape}, three"] = three_together_are_right(
                 target, request_set=request_set, drafter=drafter_of(request_set, shape), batch=batch
             )
-            forwards += 4 + batch.count
+            forwards += 4 + batch.count  # four prompts, and the shared steps
     cluster.close()  # sends one more message
     local_drafter = drafter_of(request_set, shape)
     dm.generate(local, local_drafter, prompt, **settings)
@@ -232,6 +232,7 @@ class RecordingOracle(TextOracle):
 
 
 def drafter_of(request_set: RequestSet, shape: str) -> RecordingOracle:
+    """A new oracle of the requests' texts, whose drafts are chains or trees."""
     layers = request_set.target.num_layers
     drafter = request_set.oracle(0.8, (EMBEDDING, layers // 2, layers - 1), RecordingOracle)
     drafter.branches = shape == "tree"

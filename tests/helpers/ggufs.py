@@ -31,20 +31,25 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def permuted(name: str, weight: np.ndarray) -> np.ndarray:
-    heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+    """Permute q and k, and no other tensor."""
+    kinds = {"q_proj": SIZES["num_attention_heads"], "k_proj": SIZES["num_key_value_heads"]}
+    heads = kinds.get(name.split(".")[-2])
     return interleave(weight, heads) if heads else weight
 
 
 def plus_one(name: str, weight: np.ndarray) -> np.ndarray:
+    """Add 1 to norms, which Gemma stores minus 1."""
     return weight + 1 if name.endswith("norm.weight") else weight
 
 
 def tiled(name: str, weight: np.ndarray) -> np.ndarray:
     """Reorder value heads as in Qwen 3.5's files: the first of each key head, then the second."""
-    size = 1 if name.endswith(("in_proj_b.weight", "in_proj_a.weight", "dt_bias", "A_log")) else 32
-    order = np.arange(4 * size).reshape(2, 2, size).swapaxes(0, 1).reshape(-1)
+    per_head = ("in_proj_b.weight", "in_proj_a.weight", "dt_bias", "A_log")
+    size = 1 if name.endswith(per_head) else 32  # rows of a value head
+    heads = np.arange(4 * size).reshape(2, 2, size)  # two value heads for each of two key heads
+    order = heads.swapaxes(0, 1).reshape(-1)
     weight = -np.exp(weight) if name.endswith("A_log") else weight
-    if "in_proj_qkv" in name or "conv1d" in name:
+    if "in_proj_qkv" in name or "conv1d" in name:  # 128 rows of queries and keys, then values
         return weight[np.concatenate([np.arange(128), 128 + order])].squeeze()
     if "linear_attn.out_proj" in name:
         return weight[:, order]
@@ -54,12 +59,14 @@ def tiled(name: str, weight: np.ndarray) -> np.ndarray:
 def by_kind(name: str, weight: np.ndarray) -> np.ndarray:
     """Reorder Qwen3-Next's merged rows: all queries, keys, values and gates, not by key head."""
     if "in_proj_qkvz" in name:
+        # A key head has 32 rows of queries, 32 of keys, 64 of values and 64 of gates.
         parts = np.split(weight.reshape(2, 192, -1), [32, 64, 128], axis=1)
         return np.concatenate([part.reshape(-1, weight.shape[-1]) for part in parts])
     return -np.exp(weight) if name.endswith("A_log") else weight.squeeze()
 
 
 def mamba(name: str, weight: np.ndarray) -> np.ndarray:
+    """Give Mamba's vectors two dimensions, and drop the convolution's dimension of size 1."""
     if name.endswith(("A_log", "mixer.D")):
         return (-np.exp(weight) if "A_log" in name else weight).reshape(-1, 1)
     return weight.reshape(2, -1) if name.endswith("mixer.norm.weight") else weight.squeeze()
@@ -210,7 +217,7 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family]
     names = gguf.get_tensor_name_map(architecture, layers)
     tensors = {}
-    if family == "gemma4":
+    if family == "gemma4":  # divisors of frequencies: 4 of 16 pairs are rotated
         tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
     for hub_name, array in tree_flatten(model.parameters()):
         if hub_name.endswith("lm_head.weight") and hasattr(model, "tie_word_embeddings"):
@@ -224,7 +231,7 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
         theirs = names.get_name(hub_name, (".weight", ".bias", ".scale"))
         if theirs in tensors:  # the experts' gates
             changed = np.concatenate([tensors[theirs], changed], axis=1)
-        if "in_proj_qkvz" in hub_name:
+        if "in_proj_qkvz" in hub_name:  # 256 rows of queries, keys and values, then the gates
             theirs = theirs.replace("ssm_in", "attn_qkv")
             tensors[theirs.replace("qkv", "gate")] = changed[256:]
             changed = changed[:256]

@@ -71,7 +71,10 @@ class Head:
         return self.norm(x, self.final)
 
     def norm(self, x: Any, name: str) -> Any:
-        return rms(x, self.w[f"{name}.weight"] + (self.kind == "qwen"), self.c["rms_norm_eps"])
+        weight = self.w[f"{name}.weight"]
+        if self.kind == "qwen":  # stores norms minus 1
+            weight = weight + 1
+        return rms(x, weight, self.c["rms_norm_eps"])
 
     def linear(self, x: Any, name: str) -> Any:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", F(0))

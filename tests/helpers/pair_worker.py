@@ -16,6 +16,7 @@ PER_CATEGORY = 10  # prompts of each of 7 categories
 
 
 def read_prompts(folder: Path) -> list[dict[str, Any]]:
+    """The records of the held-out prompts, each with its messages."""
     lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     for record in records:

@@ -39,6 +39,8 @@ class TextOracle:
 
 
 class TextOracleSession(SupportsSharing):
+    """The session of a `TextOracle`: it keeps the committed tokens, and no features."""
+
     def __init__(self, oracle: TextOracle, features: int) -> None:
         self.oracle = oracle
         self.features = features

@@ -139,7 +139,7 @@ def test_timing_a_model_of_36_layers_ends_in_3_seconds(step, rows):
     """After four further calls at most. Row counts that were not timed use MLX.
 
     A call takes `step` seconds, and at least the counts `rows` are timed, the most common first.
-    Further calls: one that began in time, and the first turns, in which kernels would compile.
+    Further calls: those that began in time, and a first turn, in which kernels may compile.
     """
     target, clock, stopwatch = constant_times(
         -step / 1000, -step / 1000, seconds=3.0, step=step, layers=36

@@ -1,6 +1,9 @@
 """Choices of kernels: the rows they apply to, and how they are stored on disk."""
 
+from pathlib import Path
+
 import mlx.core as mx
+import pytest
 
 from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.choose import (
@@ -38,35 +41,63 @@ def test_row_counts_between_timed_ones_use_the_choice_of_the_next_larger():
     assert chosen([6]) == {5, 6} and chosen([12, 16], 20) == set(range(9, 21))
 
 
-def test_choices_and_passed_checks_are_stored_for_a_machine_mlx_and_model(monkeypatch, tmp_path):
-    """A file holds several models. One of another version, chip or macOS is ignored."""
+# The keys of a model's matrices, and its choices.
+MODEL = [FOUR_BIT.key, FOUR_BIT.key, FLOAT16.key]
+ROWS_OF_MODEL = {FOUR_BIT.key: frozenset({4, 5}), FLOAT16.key: NONE}
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path) -> Path:
+    """The folder in which choices and passed checks are stored, here a temporary one."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
-    model = [FOUR_BIT.key, FOUR_BIT.key, FLOAT16.key]
-    rows = {FOUR_BIT.key: frozenset({4, 5}), FLOAT16.key: NONE}
-    assert read_choices(model) is None and read_passed_checks() == set()
-    store_choices(model, rows)
+    return tmp_path / "kernels"
+
+
+def nothing_is_stored() -> bool:
+    return read_choices(MODEL) is None and read_passed_checks() == set()
+
+
+def test_one_file_holds_the_choices_of_several_models_and_all_passed_checks(folder):
+    """The order of a model's layers does not matter, but their number does."""
+    assert nothing_is_stored()
+    store_choices(MODEL, ROWS_OF_MODEL)
     store_choices([FLOAT16.key], {})
     store_passed_checks(["a"])
     store_passed_checks(["b"])
+    assert len([*folder.iterdir()]) == 1
     assert read_passed_checks() == {"a", "b"} and read_choices([FLOAT16.key]) == {}
-    assert read_choices(model) == rows and read_choices([*reversed(model)]) == rows
-    [file] = (tmp_path / "kernels").iterdir()
-    stored = file.read_text()
-    chip = {"device_name": "Apple M9", "memory_size": 2**34}
-    for change in (
-        lambda patch: patch.setattr(choose, "version", lambda package: "another"),
-        lambda patch: patch.setattr(mx, "device_info", lambda: chip),
-        lambda patch: patch.setattr(choose.platform, "mac_ver", lambda: ("99.1", (), "")),
-    ):
-        with monkeypatch.context() as patch:
-            change(patch)
-            assert read_choices(model) is None and read_passed_checks() == set()
-            store_choices(model, {})
-            [other] = set((tmp_path / "kernels").iterdir()) - {file}
-            other.write_text(stored)
-            assert read_choices(model) is None and read_passed_checks() == set()
-            other.unlink()
-    assert read_choices([FOUR_BIT.key, FLOAT16.key]) is None, "a model of other layers"
-    for damaged in ("{", "[]", '{"of": 3}', "\x00"):
-        file.write_text(damaged)
-        assert read_choices(model) is None and read_passed_checks() == set()
+    assert read_choices(MODEL) == read_choices([*reversed(MODEL)]) == ROWS_OF_MODEL
+    assert read_choices([FOUR_BIT.key, FLOAT16.key]) is None
+
+
+CHIP = {"device_name": "Apple M9", "memory_size": 2**34}
+CHANGES = {
+    "another version": lambda patch: patch.setattr(choose, "version", lambda package: "another"),
+    "another chip": lambda patch: patch.setattr(mx, "device_info", lambda: CHIP),
+    "another macOS": lambda patch: patch.setattr(
+        choose.platform, "mac_ver", lambda: ("99.1", (), "")
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_another_version_chip_or_macos_stored_is_ignored(folder, change, monkeypatch):
+    """Also if its file has the name that this machine's file has."""
+    store_choices(MODEL, ROWS_OF_MODEL)
+    store_passed_checks(["a"])
+    [file] = folder.iterdir()
+    change(monkeypatch)
+    assert nothing_is_stored()
+    store_choices(MODEL, {})
+    [file_after_change] = set(folder.iterdir()) - {file}
+    file_after_change.write_text(file.read_text())
+    assert nothing_is_stored()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"of": 3}', "\x00"])
+def test_a_damaged_file_is_ignored(folder, content):
+    store_choices(MODEL, ROWS_OF_MODEL)
+    store_passed_checks(["a"])
+    [file] = folder.iterdir()
+    file.write_text(content)
+    assert nothing_is_stored()

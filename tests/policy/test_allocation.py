@@ -71,6 +71,7 @@ class SimulatedBatch:
         for length in (1, 3, 7, 15):
             tokens_per_step = sum(rate**slot for rate in self.rates for slot in range(length + 1))
             steps = tokens * count / tokens_per_step
+            # A step's drafts read the new tokens, and their share of the prompts.
             unread = count * PROMPT / steps + tokens_per_step
             speeds.append(tokens_per_step / self.cost(count * (length + 1), unread))
         return max(speeds)

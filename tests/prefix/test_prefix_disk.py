@@ -42,6 +42,7 @@ def test_a_prefix_is_found_by_a_later_store_and_then_in_memory(kind, tmp_path):
     prompt = text(50)
     filled_store(tmp_path, prompt, kind=kind)
     later = store(*pair(kind), folder=tmp_path)
+    # A folder has whole chunks of 4 tokens, and the rows up to a checkpoint where one is needed.
     assert request(later, [*prompt, *text(9, 1)]) == (50 if kind != (True, True) else 48)
     assert later.used > 0
     later._disk = None

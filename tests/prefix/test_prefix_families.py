@@ -73,7 +73,9 @@ def test_a_hit_gives_the_tokens_and_logits_of_a_full_read(family, kv_bits, tmp_p
             # New are nine tokens, and the last one of the answer, which no forward has read.
             assert len(prompt) - result.stats.reused_tokens == 10
         prompt = [*prompt, *result.tokens, *small_prompt(9, seed=len(prompt))]
-    trims = target.start().can_trim  # else prefixes are found up to a checkpoint only
+    # Else prefixes are found up to a checkpoint only: the end of the chunk in which a prompt
+    # branches (32), or 16 tokens before a prompt's end (54).
+    trims = target.start().can_trim
     branch = [*first_prompt[:40], *small_prompt(30, seed=3)]
     assert generate(branch, 1, prefix=store).stats.reused_tokens == (40 if trims else 0)
     check_logits(

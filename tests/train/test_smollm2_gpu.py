@@ -96,6 +96,7 @@ def test_tokens_are_drawn_by_temperature_top_p_and_min_p():
 
     assert drawn(0, 1, 0) == [1, 0, 0, 0, 0]
     assert drawn(1, 1, 0) == pytest.approx(shares.tolist(), abs=0.03)
+    # A top_p of 0.7 keeps two tokens, and a min_p of 0.1 three.
     assert drawn(1, 0.7, 0) == pytest.approx([0.625, 0.375, 0, 0, 0], abs=0.03)
     assert drawn(1, 1, 0.1) == pytest.approx([0.53, 0.32, 0.15, 0, 0], abs=0.03)
     sharp = (shares**2 / (shares**2).sum()).tolist()

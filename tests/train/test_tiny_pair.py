@@ -111,6 +111,7 @@ def test_the_pairs_dflash2_drafter_needs_fewer_steps_than_its_dflash_drafter():
 
 
 def acceptance_length(answers: list[dict]) -> float:
+    """Tokens per step."""
     tokens = sum(answer["tokens"] for answer in answers)
     return tokens / sum(answer["rounds"] for answer in answers)
 
@@ -124,11 +125,11 @@ class TestAnswers:
         assert len(answers) == len(CATEGORIES) * PER_CATEGORY
         assert all(answer["as mlx-lm's"] for answer in answers)
 
-    def test_acceptance_length(self, answers):
+    def test_the_acceptance_length_is_at_least_7(self, answers):
         assert acceptance_length(answers) >= 7.0
 
     @pytest.mark.parametrize("category", sorted(CATEGORIES))
-    def test_acceptance_length_by_category(self, answers, category):
+    def test_the_acceptance_length_of_every_category_is_at_least_4(self, answers, category):
         of_category = [answer for answer in answers if answer["category"] == category]
         assert acceptance_length(of_category) >= 4.0
 

@@ -64,15 +64,15 @@ def test_a_mix_is_the_weighted_sum_of_its_losses(loss_weights):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 9)).astype(np.float32)
     count = 3
-    p = rng.dirichlet(np.ones(9), 5)
-    tops = np.argsort(-p, axis=-1)[:, :count]
-    shares = np.take_along_axis(p, tops, axis=-1)
+    target_probs = rng.dirichlet(np.ones(9), 5)
+    tops = np.argsort(-target_probs, axis=-1)[:, :count]
+    shares = np.take_along_axis(target_probs, tops, axis=-1)
     labels = tops[:, 0]
-    q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    draft_probs = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     normalized = shares / shares.sum(axis=-1, keepdims=True)
-    likely = np.take_along_axis(q, tops, axis=-1)
-    cross_entropy = -np.log(q[range(5), labels])
-    kl = (normalized * np.log(normalized / likely)).sum(axis=-1)
+    draft_probs_of_tops = np.take_along_axis(draft_probs, tops, axis=-1)
+    cross_entropy = -np.log(draft_probs[range(5), labels])
+    kl = (normalized * np.log(normalized / draft_probs_of_tops)).sum(axis=-1)
     expected = loss_weights.cross_entropy * cross_entropy + loss_weights.kl * kl
     loss = loss_weights.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
     assert np.allclose(np.array(loss), expected, atol=1e-5)
@@ -151,6 +151,7 @@ def test_features_computed_in_parts_are_those_computed_at_once(family, monkeypat
     tokens = mx.random.randint(0, target.vocab_size, (2, 21))
     monkeypatch.setattr(own_features, "TOP", 5)
     whole = features(target, tokens, [0, 2])
+    # The bytes of float32 logits of two texts: eight tokens of each at a time.
     monkeypatch.setattr(own_features, "BOUND", 4 * target.vocab_size * 2 * 8)
     parts = features(target, tokens, [0, 2])
     logits, taps = target.features(tokens, [0, 2])
