@@ -73,8 +73,8 @@ def _write(family: str, name: str, arguments: dict[str, Any]) -> str:
     if family == "gemma4":
         return f"call:{name}{_gemma(arguments)}"
     if family == "pythonic":
-        given = ", ".join(f"{key}={_json(value)}" for key, value in arguments.items())
-        return f"[{name}({given})]"
+        keywords = ", ".join(f"{key}={_json(value)}" for key, value in arguments.items())
+        return f"[{name}({keywords})]"
     head, key, tail = TAGS[family]
     values = (
         key.replace("KEY", parameter)

@@ -106,9 +106,10 @@ class ScriptedTarget(TargetWithoutModel):
         tokens = np.array(proposal.tokens).tolist()
         logits = np.zeros((len(tokens), self.vocab_size), np.float32)
         for row, path in enumerate(proposal.paths()):
-            position = self.position + len(path) + 1
-            right = [tokens[node] for node in path] == self.text[self.position + 1 : position]
-            next_token = self.text[position] if right and position < len(self.text) else 0
+            position = self.position + len(path) + 1  # that of the token after the path
+            tokens_of_path = [tokens[node] for node in path]
+            is_right = tokens_of_path == self.text[self.position + 1 : position]
+            next_token = self.text[position] if is_right and position < len(self.text) else 0
             logits[row, next_token] = 20.0
         self.rows.append(len(tokens))
         return mx.array(logits), mx.zeros((1, len(tokens), 0))

@@ -105,7 +105,7 @@ class GivenCosts(StepCosts):
 
     def costs(self, kind: str, rows: Sequence[int], requests: int = 1) -> list[float]:
         draft, row = self._lines[kind]
-        return [1 + draft + row * (row_cost / requests - 1) for row_cost in rows]
+        return [1 + draft + row * (count / requests - 1) for count in rows]
 
     def needs_plain_step(self, requests: int = 1) -> bool:
         return False

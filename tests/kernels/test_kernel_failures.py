@@ -79,7 +79,7 @@ def test_a_failing_kernel_ends_the_answer_and_the_next_one_is_right(family, lazi
     factory = FailingLaunches(lazily)
     target = target_on_kernels(family, factory)
     drafter, [text] = oracle_of(target, PROMPTS[:1])
-    factory.fail_after(60)
+    factory.fail_after(60)  # in the middle of the answer
     with factory.raises():
         dm.generate(target, drafter, PROMPTS[0], **SETTINGS)
     factory.fail_after(10**9)

@@ -35,6 +35,7 @@ FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "gpt_oss")
 FORMATS = {"4-bit bf16": (4, mx.bfloat16), "8-bit fp16": (8, mx.float16)}
 every_model = pytest.mark.parametrize(
     ("family", "format"),
+    # The formats take turns.
     [(family, list(FORMATS)[index % 2]) for index, family in enumerate(FAMILIES)],
 )
 

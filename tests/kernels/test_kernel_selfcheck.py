@@ -148,7 +148,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("family", "is_broken", "name", "break_results"),
-    [
+    [  # the two ways to be broken take turns
         (*case, (slightly_off, does_not_compile)[index % 2])
         for index, case in enumerate(CASES.values())
     ],

@@ -75,6 +75,7 @@ def test_a_common_prefix_of_prompts_is_found_the_third_time_at_the_latest(kind):
     here = store(*pair(kind), stride=1000)
     first = text(60)
     reused = [request(here, [*first[:30], *text(30, seed)]) for seed in (1, 2, 3)]
+    # The checkpoint is at the end of the last whole chunk before the branch: 28 of 30 tokens.
     assert reused == ([0, 30, 30] if kind == (True, True) else [0, 0, 28])
 
 

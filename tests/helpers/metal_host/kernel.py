@@ -133,6 +133,6 @@ class EmulatedKernel:
         values = dict(zip(self.input_names, map(_numpy, arrays), strict=True))
         memory = []
         for parameter in wrapper.parameters[: -len(self.output_names)]:
-            given = described(values[parameter.array], parameter.suffix)
-            memory.append(Memory(parameter.name, values=given, writable=False, initialised=True))
+            content = described(values[parameter.array], parameter.suffix)
+            memory.append(Memory(parameter.name, values=content, writable=False, initialised=True))
         return memory

@@ -68,7 +68,7 @@ class Memory:
     def __init__(self, name: str, values: np.ndarray, writable: bool, initialised: bool):
         low, high = np.lib.array_utils.byte_bounds(values)
         size = high - low if values.size else 0
-        room = np.zeros(size + 3 * RED_ZONE, np.uint8)
+        room = np.zeros(size + 3 * RED_ZONE, np.uint8)  # two red zones, and one to align them
         begin = RED_ZONE + -room.ctypes.data % RED_ZONE  # page-aligned, as Metal's buffers are
         ctypes.memmove(room.ctypes.data + begin, low, size)
         self.name = name

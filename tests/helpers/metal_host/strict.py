@@ -29,8 +29,8 @@ _OPTIONS = (
     "-x clcpp -cl-std=clc++2021 -cl-no-stdinc -target spir64 -w "
     "-ferror-limit=40 -ftemplate-backtrace-limit=1"
 ).split()
-# Faults in LLVM code: generic address spaces in unoptimized code, and unknown indices after all is
-# inlined.
+# Faults are found in LLVM code: functions with a generic address space in unoptimized code, and
+# elements at an index that is not a constant after everything is inlined.
 _LLVM = ("-S", "-emit-llvm", "-gline-tables-only", "-o", "-")
 _GENERIC = re.compile(r"^define [^@]*@(.*)\(.*addrspace\(4\).*!dbg (!\d+) ", re.M)
 _INDEXED = re.compile(
@@ -127,9 +127,10 @@ def faults(wrappers: Iterable[Wrapper]) -> set[str]:
     for unit in units(wrappers):
         for pattern, options in ((_GENERIC, ("-O0",)), (_INDEXED, _INLINED)):
             code = _read(unit, *options, *_LLVM)
-            # The line in each debug record, such as `!12 = !DILocation(line: 5, column: 3)`.
+            # Lines by debug record, such as `!12 = !DILocation(line: 5, column: 3)`.
             lines = dict(re.findall(r"^(!\d+) = .*?\bline: (\d+)", code, re.M))
-            messages |= {f"{lines.get(line, '?')}: {what}" for what, line in pattern.findall(code)}
+            for what, record in pattern.findall(code):
+                messages.add(f"{lines.get(record, '?')}: {what}")
     return messages
 
 
