@@ -62,7 +62,7 @@ def show(content: Mapping[str, Any]) -> None:
         output.note(f"{tuned}, {untuned:.2f} without it: the same drafter and prompts")
     if content["block_size"]:
         output.note(
-            "Each step drafted the most tokens; generate chooses how many, and may add lookup."
+            "Each step drafted a full block; generate chooses the draft length, and may add lookup."
         )
     if any("?" in cell for row in rows for cell in _figures(row, overall["methods"], "median")):
         output.note(output.DOUBTFUL)

@@ -194,7 +194,9 @@ COMMANDS: dict[str, Command] = {
     "/retry": Command("", "answer the last question again, with another seed", _retry),
     "/system": Command("[TEXT]", "show or set the system message; 'none' removes it", _system),
     "/set": Command("[NAME VALUE]", "show or change settings: /set temperature 0.8", _set),
-    "/think": Command("[on|off|HOW]", "think first or not; HOW: low, medium or high", _think),
+    "/think": Command(
+        "[on|off|HOW]", "think before answering, or not; HOW: low, medium or high", _think
+    ),
     "/save": Command(FILE, "save the conversation", _save),
     "/load": Command(FILE, "continue a saved conversation", _load),
     "/quit": Command("", "leave, like Ctrl-D", _quit),

@@ -70,7 +70,7 @@ def list_(*, json: bool = options.JSON) -> None:
         print_json({"models": rows})
         return
     if not copies:
-        note("Nothing is downloaded from the hub. 'dflash-mlx pull NAME' downloads.")
+        note("Nothing has been downloaded from the hub. 'dflash-mlx pull NAME' downloads a model.")
         note(f"'tiny' is built in; what pip installed is unpacked in {cache_folder('gguf')}.")
         return
     table = make_table("name", "size", WHETHER)

@@ -349,7 +349,7 @@ def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | N
             advice = "give the server's --api-key, or another --port"
             raise ServerError(f"{url} answers {error.code}: {advice}.") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise ServerError(f"{url} names no model ({error}): give another --port.") from error
+        raise ServerError(f"{url} lists no model ({error}): give another --port.") from error
     except OSError:
         return None
 

@@ -208,7 +208,9 @@ def _all_names(
     if is_shared and (has_several or load.idle is not None):
         raise SettingsError("--hosts keeps one model loaded: give one --model, and no --idle.")
     if len(models) > 1 and draft not in (None, LOOKUP, NONE):
-        raise SettingsError("--draft of several models is lookup or none; known ones are found.")
+        raise SettingsError(
+            "With several models, --draft is lookup or none; known drafters are found without it."
+        )
     short_names = list(map(short, [*models, *adapters]))
     for name in short_names:
         if short_names.count(name) > 1:
@@ -307,7 +309,7 @@ def _end(
     if server_end.done():  # the engine does not stop
         os._exit(0)
     if server.busy:
-        note(f"Finishing open answers for at most {seconds:g} s; Ctrl-C again stops at once.")
+        note(f"Finishing open responses for at most {seconds:g} s; Ctrl-C again stops immediately.")
     server.stop()
 
 

@@ -34,7 +34,7 @@ def compute(*arrays: Any, wait: bool = True) -> None:
         if not any(text in str(error) for text in _NO_MEMORY):
             raise
         raise NotEnoughMemoryError(
-            f"The device has no memory left ({error_text(error)}): shorten the prompt, lower "
+            f"The device has run out of memory ({error_text(error)}): shorten the prompt, lower "
             "max_tokens, the number of requests or the prefix cache's memory, set kv_bits, or "
             "close other programs."
         ) from error

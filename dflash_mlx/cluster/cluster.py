@@ -78,7 +78,7 @@ class Cluster:
         self.size = self.channel.size
         if self.size == 1 and (rank() or process is not None):
             raise ClusterError(
-                "MLX has joined no other machine: its backend does not work here. "
+                "MLX has not connected to any other machine: its backend does not work here. "
                 "'dflash-mlx doctor --hosts FILE' says which one does."
             )
 
@@ -159,7 +159,7 @@ class Cluster:
         batch_limits = {limit & Limits.NO_BATCH for limit in rank_limits}
         if len(batch_limits) > 1:
             raise SettingsError(
-                f"{stage.name}: its layers take several requests in different ways, leave "
+                f"{stage.name}: its layers differ in how they batch requests: leave "
                 "--pipeline out, or use one machine."
             )
         if self.rank:
@@ -176,7 +176,7 @@ class Cluster:
     def _meet(self, word: int = 0) -> list[int]:
         """Wait for all ranks. Returns the number that each of them sent, by rank."""
         with ErrorWrapper(
-            ClusterError, "The machines of the cluster do not come together", MLX_ERRORS
+            ClusterError, "The machines of the cluster cannot connect to each other", MLX_ERRORS
         ):
             return self.channel.meet(word)
 

@@ -184,7 +184,7 @@ def measure_link(group: Any, width: int) -> LinkTimes:
             times.append((time.perf_counter() - start) / SUMS)
         return median(times[1:])
 
-    with ErrorWrapper(ClusterError, "The machines do not sum together", (RuntimeError,)):
+    with ErrorWrapper(ClusterError, "The machines cannot compute a sum together", (RuntimeError,)):
         row = seconds(mx.zeros((1, width), mx.bfloat16))
         rows = seconds(mx.zeros((ROWS, width), mx.bfloat16))
         large = seconds(mx.zeros((LARGE_BYTES // 4,), mx.float32))

@@ -91,7 +91,9 @@ class LeaderTarget(Target):
 
     def features(self, tokens: mx.array, layers: Sequence[int], cache: Any = None) -> Any:
         """Raise `SettingsError`: the other ranks run sessions only."""
-        raise SettingsError(f"{self.name} is spread over machines, which do not train: use one.")
+        raise SettingsError(
+            f"{self.name} is split over several machines, which cannot train: use one machine."
+        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class LeaderPrefixStore(PrefixStore):
 
     def __init__(self, target: LeaderTarget, drafter: Drafter | None, **settings: Any) -> None:
         if settings.get("folder") is not None:
-            raise SettingsError("A prefix store of several machines is not kept on disk.")
+            raise SettingsError("A prefix store for several machines cannot be kept on disk.")
         super().__init__(target, drafter, **settings)
         self._leader = target.leader
 

@@ -65,7 +65,7 @@ class DraftModel(NetworkDrafter):
             raise IncompatibleDrafterError(
                 f"{self.model.name} cannot draft for {target.name}: {same:,} of "
                 f"{len(target_ids):,} tokens have the same number in both. A draft model "
-                "needs the target's tokenizer: take a smaller model of the same family."
+                "needs the target's tokenizer: use a smaller model of the same family."
             )
         self._fits.add(target)
 

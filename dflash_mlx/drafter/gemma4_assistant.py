@@ -157,7 +157,9 @@ def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
     """Find the target's last layer of each kind that makes keys and values, by kind."""
     target_args = getattr(text_model(target.model), "args", None)
     if not isinstance(target_args, gemma4_text.ModelArgs) or len(target.layers) < 2:
-        raise IncompatibleDrafterError(f"{target.name} is no Gemma 4, which this assistant reads.")
+        raise IncompatibleDrafterError(
+            f"{target.name} is not a Gemma 4 model, which this assistant needs."
+        )
     with_keys = len(target.layers) - target_args.num_kv_shared_layers
     last_layers = {kind: index for index, kind in enumerate(target_args.layer_types[:with_keys])}
     for index, kind in enumerate(args.layer_types):

@@ -135,7 +135,7 @@ class MTPHead(StepwiseDrafter, nn.Module):
         ending = target.parts.norm
         if ending is None:
             raise IncompatibleDrafterError(
-                f"{target.name} does not end with a norm here, whose output its MTP head reads."
+                f"{target.name} does not end with a norm, whose output an MTP head reads."
             )
         # An attribute with an underscore is no parameter of the head.
         self._target_norm = (ending.weight, ending.eps)

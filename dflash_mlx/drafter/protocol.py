@@ -287,7 +287,9 @@ def is_drafter(value: object) -> TypeGuard[Drafter]:
 def check_pair(target: object, drafter: object) -> None:
     """Raise `SettingsError` unless these are a target, and a drafter or None."""
     if not hasattr(target, "tokenizer") or isinstance(target, type):
-        raise SettingsError(f"target must be such as dm.load_target(...), not {brief(target)}.")
+        raise SettingsError(
+            f"target must be a target, as dm.load_target(...) returns, not {brief(target)}."
+        )
     if not (drafter is None or is_drafter(drafter)):
         raise SettingsError(
             f"drafter must be None or a drafter (dm.load_drafter(...)), not {brief(drafter)}."

@@ -148,7 +148,7 @@ class Engine(AbstractContextManager["Engine", None]):
         for name in ("target", "drafter"):
             if name in settings:
                 raise SettingsError(
-                    f"{name} is the engine's: create another engine for another one."
+                    f"{name} belongs to the engine: to use another one, create another engine."
                 )
         settings.setdefault("policy", self._policy)
         if settings.get("conversation") is None:
@@ -161,7 +161,7 @@ class Engine(AbstractContextManager["Engine", None]):
             job = Job(request.stats, self._wake, self._is_mine)
             with self._lock:
                 if self._closed or not (self._step_due or self._schedule()):
-                    raise EngineError("The engine is closed: make another.")
+                    raise EngineError("The engine is closed: create another one.")
                 self._submitted.append((job, request))
             refused.pop_all()
         return job

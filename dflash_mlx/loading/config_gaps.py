@@ -109,7 +109,7 @@ def apply_ignored_fields(name: object, model: nn.Module, config: Config) -> None
     value = text.get(field) or parameters.get(field, parameters)
     raise ConfigError(
         f"{name}: mlx-lm's {config.get('model_type')} does not compute {field} ({brief(value)}): "
-        "it would be another model."
+        "the result would be a different model."
     )
 
 

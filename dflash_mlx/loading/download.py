@@ -82,7 +82,8 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
                 process.kill()
     except KeyboardInterrupt as error:
         raise DownloadInterrupt(
-            f"The download of {name} is stopped. What came is kept: run this again to go on."
+            f"The download of {name} was stopped. What was downloaded is kept: run this again to "
+            "continue."
         ) from error
     if not output:
         raise DownloadError(f"{name}: the download ended without an answer; run this again.")

@@ -118,7 +118,9 @@ def load(
     if draft_window is not None:
         check_integer("draft_window", draft_window)
     if adapter is not None and cluster is not None:
-        raise SettingsError("adapter needs one machine: fuse it into the weights (mlx_lm.fuse).")
+        raise SettingsError(
+            "An adapter works on one machine only: fuse it into the weights (mlx_lm.fuse)."
+        )
     machines = 1 if cluster is None else cluster.size
     # Adapters are small, so they are checked before the larger downloads.
     found_adapter = None if adapter is None else find_adapter(adapter, hub)
@@ -127,7 +129,9 @@ def load(
     )
     source.check_settings(draft_bits, draft_window)
     if cluster is not None and source.kind == ASSISTANT:
-        raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
+        raise SettingsError(
+            f"{draft} reads keys of the target's layers, which works on one machine only."
+        )
     if draft_bits is None and not on_cpu():
         draft_quantization = source.default_quantization(quantization)
     reserved += memory_needed(source.tensors, draft_quantization, float_bytes())
@@ -302,7 +306,7 @@ def find_drafter(name: str, hub: Hub, model: nn.Module | None = None) -> Folder:
     """Find a drafter. If it is not downloaded yet, check its config against the target's model."""
     facts = known_facts(name)
     if facts is not None and facts.refused is not None and not local_path(name, "drafter"):
-        raise ConfigError(f"{name} is known not to load: {facts.refused}.")
+        raise ConfigError(f"{name} cannot be loaded: {facts.refused}.")
     folder = find(name, hub, "drafter")
     if not isinstance(folder, RemoteFolder) and folder.contents.kind not in (MODEL, DRAFTER):
         raise ConfigError(f"{name} is {folder.contents.words}, not a drafter.")
@@ -358,7 +362,9 @@ def _kernels(
     if choice not in get_args(KernelChoice):
         raise SettingsError(f'kernels must be "auto", "off" or "exact", not {brief(choice)}.')
     if cluster is not None and choice == "exact":
-        raise SettingsError("kernels=exact needs one machine: our kernels read no shards.")
+        raise SettingsError(
+            "kernels=exact works on one machine only: our kernels cannot read shards."
+        )
     if choice == "off":
         return None
     if metal_kernel is not None or (not on_cpu() and mx.metal.is_available()):

@@ -342,7 +342,9 @@ def _only_gguf(folder: Path) -> Path | None:
     files = [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name.lower()]
     models = sorted({_PART.sub(".gguf", file.name) for file in files})
     if len(models) > 1:
-        raise ModelNotFoundError(f"{folder} has several GGUF files, name one: {', '.join(models)}.")
+        raise ModelNotFoundError(
+            f"{folder} has several GGUF files: name one of them, {', '.join(models)}."
+        )
     return files[0] if files else None
 
 
@@ -357,11 +359,13 @@ def split_files(path: Path) -> list[Path]:
     count = int(match[1])
     stem = path.name[: match.start()]
     if not 0 < count <= _MOST_PARTS:
-        raise WeightsError(f"{path}: the name promises {count} parts, not 1 to {_MOST_PARTS}.")
+        raise WeightsError(f"{path}: the name says {count} parts; 1 to {_MOST_PARTS} are possible.")
     parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
-            raise WeightsError(f"{path} is one of {count} parts, and {part.name} is not beside it.")
+            raise WeightsError(
+                f"{path} is one of {count} parts, and {part.name} is not in the same folder."
+            )
     return parts
 
 

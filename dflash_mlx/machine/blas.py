@@ -80,7 +80,7 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
             a whole number, 1 or more.
     """
     if not isinstance(threads, Integral) or isinstance(threads, bool) or threads < 1:
-        raise SettingsError("threads must be a whole number, 1 or more: give it, or leave it out.")
+        raise SettingsError("threads must be a whole number, 1 or more, or left out.")
     if sys.platform == "darwin":
         return BlasInfo("accelerate", None, "MLX uses Apple's Accelerate on macOS")
     if sys.platform != "linux":

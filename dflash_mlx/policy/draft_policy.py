@@ -81,7 +81,7 @@ class DraftPolicy:
         """
         check_pair(target, None)
         if not is_drafter(drafter):
-            raise SettingsError(f"A policy is for a target and its drafter, not {brief(drafter)}.")
+            raise SettingsError(f"A policy needs a drafter, not {brief(drafter)}.")
         block_size = check_integer("block_size", block_size, most=MAX_BLOCK_SIZE)
         limit = min(block_size, drafter_block_size(drafter) or MAX_BLOCK_SIZE)
         uses_trees = trees and target.supports_trees and drafts_trees(drafter)

@@ -334,5 +334,7 @@ def _tree_probs(tree: DraftTree) -> list[float]:
 def checked(proposal: Proposal, rows: int) -> Proposal:
     """Return a proposal of at most `rows` rows. Raises `ProposalError` if it has more."""
     if len(proposal) > rows:
-        raise ProposalError(f"A proposal has {len(proposal)} rows, at most {rows} were asked.")
+        raise ProposalError(
+            f"A proposal has {len(proposal)} rows, but at most {rows} were requested."
+        )
     return proposal

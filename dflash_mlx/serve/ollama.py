@@ -133,7 +133,10 @@ class OllamaGenerateBody(OllamaBody):
             return None
         if self.raw:
             if self.system or self.images:
-                raise RequestError("A raw prompt is the whole prompt.", param="raw")
+                raise RequestError(
+                    "With raw, the prompt is complete: leave out system and images.",
+                    param="raw",
+                )
             return self._request(self.prompt)
         messages = [OllamaMessage(role="user", content=self.prompt, images=self.images)]
         if self.system:

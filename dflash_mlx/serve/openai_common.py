@@ -78,5 +78,5 @@ class ChoicesBody(SamplingOptions):
         )
         schemas = [schema for schema in candidates if schema is not None]
         if len(schemas) > 1:
-            raise RequestError("The request has two schemas of its answer.")
+            raise RequestError("The request has two schemas for its answer.")
         return schemas[0] if schemas else None

@@ -142,7 +142,7 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
     Raises the first `PromptError` of the template, or `RequestError`.
     """
     if not tokenizer.has_chat_template:
-        raise PromptError("The model has no chat template: use completions.")
+        raise PromptError("The model has no chat template: use the completions API.")
     settings = dict(request.template_settings)
     messages: Any = request.prompt
     tools = request.callable_tools

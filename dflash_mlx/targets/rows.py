@@ -91,7 +91,9 @@ class Rows:
         """Raise `SettingsError` for requests that cannot be in one forward, or not yet."""
         sessions = [span.session for span in self.spans]
         if len(set(sessions)) < len(sessions):
-            raise SettingsError("A session is twice in a forward: give it one span with all rows.")
+            raise SettingsError(
+                "A session is in a forward twice: give it one span with all its rows."
+            )
         for session in sessions:
             if session.tap_layers != self.tap_layers:
                 raise SettingsError(

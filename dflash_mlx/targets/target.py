@@ -257,7 +257,8 @@ class Target:
         """Raise `UnsupportedTreeError` where draft trees cannot be verified."""
         if self.why_no_trees is not None:
             raise UnsupportedTreeError(
-                f"{self.name} has {self.why_no_trees}, which reads no draft trees: draft chains."
+                f"{self.name} has {self.why_no_trees}, which cannot verify draft trees: draft "
+                "chains."
             )
 
     def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:

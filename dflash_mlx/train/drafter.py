@@ -325,7 +325,7 @@ def check_trainable(config: DraftConfig) -> None:
     }
     for name, has_part in parts.items():
         if has_part:
-            raise SettingsError(f"A drafter with {name} cannot be trained further here.")
+            raise SettingsError(f"A drafter with {name} cannot be trained further.")
 
 
 def common_tokens(samples: Sequence[Sample], count: int | None = None) -> mx.array:

@@ -40,7 +40,7 @@ def downloaded() -> list[str]:
 
 
 def test_a_pair_is_pulled_listed_and_removed(server):
-    assert downloaded() == [] and "Nothing is downloaded" in run("list").stderr
+    assert downloaded() == [] and "Nothing has been downloaded" in run("list").stderr
     pulled = run("pull", TARGET)
     assert pulled.returncode == 0, pulled.stderr
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]

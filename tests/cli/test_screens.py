@@ -45,7 +45,7 @@ def test_a_download_can_be_interrupted_continued_and_then_used_without_the_hub(h
     interrupted = start_command(tmp_path, hub, "pull", TARGET)
     interrupted.program.expect_exact(" of 5.77M")
     interrupted.program.sendintr()
-    interrupted.program.expect_exact("What came is kept")
+    interrupted.program.expect_exact("run this again to continue")
     interrupted.program.expect(pexpect.EOF)
     interrupted.program.close()
     assert interrupted.program.exitstatus == 130

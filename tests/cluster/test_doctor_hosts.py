@@ -130,4 +130,4 @@ def test_a_rank_that_joins_no_other_machine_ends_with_an_error(monkeypatch):
     monkeypatch.setenv("MLX_RANK", "1")
     for command in (("generate", "hi"), ("doctor",)):
         result = run(*command)
-        assert result.returncode == 1 and "joined no other machine" in result.stderr
+        assert result.returncode == 1 and "not connected to any other machine" in result.stderr

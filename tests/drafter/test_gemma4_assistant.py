@@ -270,7 +270,7 @@ def test_checkpoints_are_read_by_their_published_names(tmp_path):
     source = DraftSource.of("assistant", Folder(tmp_path), target.config)
     with pytest.raises(WeightsError, match="post_projection.weight is missing"):
         open_drafter(source, target, None, None)
-    with pytest.raises(IncompatibleDrafterError, match="no Gemma 4"):
+    with pytest.raises(IncompatibleDrafterError, match="is not a Gemma 4 model"):
         Gemma4Assistant(ASSISTANT, family_target("qwen3"))
 
 

@@ -161,7 +161,7 @@ def test_a_job_may_be_awaited_several_times_and_while_it_is_read(engine):
 
 def test_a_job_cannot_choose_another_target_or_drafter(engine):
     for name in ("target", "drafter"):
-        with pytest.raises(SettingsError, match=f"{name} is the engine's"):
+        with pytest.raises(SettingsError, match=f"{name} belongs to the engine"):
             engine.submit(PROMPT, **{name: None})
 
 

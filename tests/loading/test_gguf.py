@@ -166,7 +166,7 @@ def test_a_split_file_is_one_model(tmp_path: Path) -> None:
     for (_, a), (_, b) in zip(*(tree_flatten(m.parameters()) for m in (whole, ours)), strict=True):
         assert mx.array_equal(a, b)
     parts[2].unlink()
-    with pytest.raises(WeightsError, match="-00003-of-.* is not beside it"):
+    with pytest.raises(WeightsError, match="-00003-of-.* is not in the same folder"):
         converted(parts[0], unpacked=True)
 
 

@@ -33,7 +33,7 @@ def test_every_row_is_a_pair_of_repositories_and_none_is_listed_twice():
 
 def test_the_error_about_a_drafter_that_is_known_not_to_load_says_why():
     """It is raised before a download."""
-    with pytest.raises(ConfigError, match="known not to load: its config does not say"):
+    with pytest.raises(ConfigError, match="cannot be loaded: its config does not say"):
         load_drafter("Hikari07jp/DSpark-Gemma-4-31B-draft")
 
 

@@ -98,5 +98,5 @@ def _quantized(cache: Any, layer: nn.Module | None, bits: int) -> Any:
         if size % group_size == 0:
             return QuantizedKVCache(group_size=group_size, bits=bits)
     raise SettingsError(
-        f"kv_bits: this target's head size {size} is no multiple of {GROUP_SIZES[-1]}."
+        f"kv_bits: this target's head size {size} is not a multiple of {GROUP_SIZES[-1]}."
     )
