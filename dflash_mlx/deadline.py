@@ -35,7 +35,7 @@ def run_within(seconds: float, function: Callable[[], T]) -> T:
         thread.start()
         return outcome.result(seconds)
     finally:
-        if not (outcome.cancel() or outcome.done()):
+        if not (outcome.cancel() or outcome.done()):  # the function is still running
             Thread(target=_end, args=(thread, outcome), daemon=True).start()
 
 

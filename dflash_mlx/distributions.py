@@ -20,6 +20,7 @@ def gumbel(keys: Sequence[tuple[int, int]], vocab_size: int) -> mx.array:
 def keep_top_p(logits: mx.array, top_p: float) -> mx.array:
     """Set all logits to -inf but those of the top tokens whose probabilities add up to `top_p`."""
     ascending = mx.sort(logits, axis=-1)
+    # For each token, the probability of all tokens that are more probable.
     above = mx.cumsum(mx.softmax(ascending, axis=-1), axis=-1, reverse=True, inclusive=False)
     # Always keep the most probable token, even if `top_p` is 0 in f32.
     dropped = (above[..., :-1] >= top_p).sum(axis=-1, keepdims=True)

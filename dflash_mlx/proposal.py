@@ -82,9 +82,12 @@ class Proposal:
         return mx.minimum(mx.array(list(self.tokens)), vocab_size - 1)
 
 
-def _checked_parents(given: Any, rows: int) -> tuple[int, ...]:
-    """Parents as a tuple. Raises `ProposalError` if they form no tree of so many rows."""
-    parents = _integers("parents", given, -1)
+def _checked_parents(value: Any, rows: int) -> tuple[int, ...]:
+    """The `parents` of a proposal as a tuple.
+
+    Raises `ProposalError` if they form no tree of so many rows.
+    """
+    parents = _integers("parents", value, -1)
     if parents and len(parents) != rows:
         raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
     for row, parent in enumerate(parents):
@@ -94,17 +97,20 @@ def _checked_parents(given: Any, rows: int) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def _integers(name: str, given: Any, least: int) -> list[int]:
-    """A sequence of integers as a list of Python's. Raises `ProposalError`."""
-    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
-    if is_list or (isinstance(given, np.ndarray) and given.ndim == 1):
-        values: list[Any] = list(given)
+def _integers(name: str, sequence: Any, least: int) -> list[int]:
+    """A sequence of integers, perhaps numpy's, as a list of Python ints of `least` or more.
+
+    Raises `ProposalError` for anything else.
+    """
+    is_list = isinstance(sequence, Sequence) and not isinstance(sequence, str | bytes | bytearray)
+    if is_list or (isinstance(sequence, np.ndarray) and sequence.ndim == 1):
+        values: list[Any] = list(sequence)
         if not values:
             return values
-        # The usual case, which every step has: plain ints of a possible size.
+        # The usual case, in every step: plain ints in range need no conversion.
         has_plain_ints = set(map(type, values)) == {int}
         if has_plain_ints and min(values) >= least and max(values) <= MAX_INT32:
             return values
         if all(is_integer(value, least) for value in values):
             return [int(value) for value in values]
-    raise ProposalError(f"A proposal's {name} must be integers [N], not {brief(given)}.")
+    raise ProposalError(f"A proposal's {name} must be integers [N], not {brief(sequence)}.")

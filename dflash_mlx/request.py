@@ -150,9 +150,9 @@ class Request:
     def keep_read(self, chunk: Span, logits: mx.array | None, taps: mx.array) -> Event | None:
         """Take in a chunk of the prompt that the target has read.
 
-        If the text is still empty, the last one returns the event of its first token, which the
-        target chooses after the prompt. Otherwise returns None. The drafter gets the features after
-        that choice, which need not wait for them.
+        Returns the event of the text's first token after the prompt's last chunk, if the text is
+        still empty; otherwise None. The drafter gets the features after the token is chosen, so
+        that the token need not wait for them.
 
         Args:
             chunk: what was read.
@@ -210,7 +210,7 @@ class Request:
     def _store(self, ahead: Step | None) -> None:
         """Store for other requests what the caches hold.
 
-        Those of a step that failed in the middle hold nothing: the caches see that by themselves.
+        After a step that failed in the middle, nothing is stored: the caches notice that.
         """
         if ahead is not None:
             self.keep(ahead, [0], [self.anchor])
@@ -224,7 +224,7 @@ class Request:
 
     @property
     def _width(self) -> int:
-        """The most rows of a path: the target adds a token after them even if all are accepted."""
+        """The most rows of a path: w rows, the anchor's included, bring up to w new tokens."""
         return min(self.stats.block_size, self._text.remaining)
 
     def propose(self) -> Proposal:
@@ -248,7 +248,7 @@ class Request:
     def can_go_ahead(self, step: Step) -> bool:
         """Whether the next step can start before this one is read: both of them are plain.
 
-        The text may end with this step. Then the next one's row is its last token.
+        If this step turns out to end the text, the next one has read the text's last token.
         """
         if len(step.proposal) > 1 or self._text.remaining < 2:
             return False
@@ -338,7 +338,8 @@ class Request:
         if step.shared:
             self._planner.observe_shared(step.proposal, tokens)
         else:
-            # A step that only begins or only ends a plain run takes two forwards, or part of one.
+            # The first step of a plain run also starts the next forward, and the last one waits for
+            # a forward that had started: neither takes as long as one forward.
             is_whole = step.ahead == (ahead is not None)
             self._planner.observe(step.proposal, tokens, seconds if is_whole else None)
         return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

@@ -59,8 +59,8 @@ class Sampler:
         truncation: list[Any] = []
         if settings.temperature > 0:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
-            samples = [name for name, described in SETTINGS.items() if described.samples]
-            truncation = [getattr(settings, name) for name in samples if name != "seed"]
+            sampling_names = [name for name, described in SETTINGS.items() if described.samples]
+            truncation = [getattr(settings, name) for name in sampling_names if name != "seed"]
         self.edits = LogitEdits(settings, prompt) if settings.edits_logits else None
         self.can_pipeline = self.edits is None or not self.edits.read_text
         self.group = (self.edits is not None, self.temperature, *truncation)
@@ -88,8 +88,8 @@ class Sampler:
         key = None
         if self.seed is not None:
             if len(proposal) == 1 and self._kept_noise <= ahead:
-                key = self.noise_key(ahead)
-            else:
+                key = self.noise_key(ahead)  # `sample` makes the noise of all such rows at once
+            else:  # one row of noise for each depth
                 noise = self._noise_rows(ahead + max(proposal.depths) + 1, vocab_size)[ahead:]
                 noise = noise if proposal.is_chain else noise[mx.array(proposal.depths)]
         return SampledRows(

@@ -33,8 +33,9 @@ class TextStream:
         eos_ids: the token ids that end the text.
         stop: strings that end the text, wherever token borders fall.
         max_tokens: the most tokens to add, including an EOS token.
-        stop_applies: (token, text) -> how many of the last characters that a token has added may
-            match stop strings; True is all. It is called once per token. None means all characters.
+        stop_applies: called once for each token, with the token and the text that it adds. Returns
+            how many of this text's last characters may be part of a stop string; True for all.
+            None stands for a function that always returns True.
 
     Attributes:
         remaining: tokens that may still come.

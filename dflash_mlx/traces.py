@@ -56,7 +56,7 @@ class Traces:
         Not to be called once there is a `why_not`.
 
         Args:
-            shape: everything that its graph depends on except the contents of arrays.
+            shape: everything that the function's graph depends on except the contents of arrays.
             make: makes the function. It must not refer to a request, for it is kept.
             arguments: of the function.
         """

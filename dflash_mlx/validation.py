@@ -155,7 +155,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_integer(value: Any, least: int = 1, most: float = MAX_INT32) -> bool:
-    """Whether a value is an integer from `least` to `most`. numpy's count; a bool or 4.0 do not."""
+    """Whether a value is an integer from `least` to `most`, perhaps numpy's; not a bool or 4.0."""
     integer = isinstance(value, Integral) and type(value) is not bool
     return integer and least <= int(value) <= most
 
@@ -208,7 +208,7 @@ def brief(value: Any) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return another library's message as one line of at most 200 characters, without the dot."""
+    """Return another library's message in one line, 200 characters at most, without a final dot."""
     text = " ".join(str(error).split()) or type(error).__name__
     if len(text) > _MAX_REASON:
         text = f"{text[: _MAX_REASON - 4]} ..."

@@ -78,11 +78,11 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
     sessions: list[Any] = [draft.session for draft in drafts.values()]
     network: DFlash = sessions[0].drafter
     target = sessions[0].target
-    first = network.config.first_row
+    first_row = network.config.first_row
     blocks = [network.block(draft.anchor, draft.width) for draft in drafts.values()]
     taps = [session.pop_features()[0] for session in sessions]
     rows = _BatchRows(
-        blocks, taps=taps, caches=[session.cache for session in sessions], first_row=first
+        blocks, taps=taps, caches=[session.cache for session in sessions], first_row=first_row
     )
     x = network.embed(mx.concatenate(blocks)[None], target, rows.places)
     waiting = [features for features in taps if features.shape[1]]
@@ -92,7 +92,7 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
         x = layer(x, attend, rows.places)
     # The head does not read rows that draft nothing.
     hidden = network.norm(x)[:, rows.drafting]
-    cuts = list(accumulate(len(block) - first for block in blocks))[:-1]
+    cuts = list(accumulate(len(block) - first_row for block in blocks))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     states = mx.split(hidden[0], cuts)
     scores: dict[int, DraftScores] = {}
@@ -125,7 +125,7 @@ class _BatchRows:
     ) -> None:
         self._caches = caches
         self._blocks = [len(block) for block in blocks]
-        new = [features.shape[1] for features in taps]
+        feature_counts = [features.shape[1] for features in taps]
         places = [place for block in self._blocks for place in range(block)]
         self.places = mx.array(places)
         drafting = [row for row, place in enumerate(places) if place >= first_row]
@@ -135,20 +135,21 @@ class _BatchRows:
         order: list[int] = []
         positions: list[int] = []
         key_positions: list[int] = []
-        feature = 0
-        row = sum(new)
-        for cache, count, block in zip(caches, new, self._blocks, strict=True):
+        first_feature = 0  # the request's first feature and first block row, in the pass
+        first_row_of_block = sum(feature_counts)
+        for cache, count, block in zip(caches, feature_counts, self._blocks, strict=True):
             start = cache[0].offset  # the position of the first new feature
-            order += [*range(feature, feature + count), *range(row, row + block)]
+            order += range(first_feature, first_feature + count)
+            order += range(first_row_of_block, first_row_of_block + block)
             positions += range(start + count, start + count + block)
             key_positions += range(start, start + count + block)
-            feature += count
-            row += block
+            first_feature += count
+            first_row_of_block += block
         self._order = mx.array(order)
         self._positions = mx.array(positions)
         self._key_positions = mx.array(key_positions)
         self._cuts = list(accumulate(self._blocks))[:-1]
-        self._key_cuts = list(accumulate(map(add, new, self._blocks)))[:-1]
+        self._key_cuts = list(accumulate(map(add, feature_counts, self._blocks)))[:-1]
 
     def attend(
         self, attention: Attention, layer: int, context: mx.array | None, x: mx.array

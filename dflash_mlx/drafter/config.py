@@ -219,6 +219,7 @@ def _fields(read: ConfigReader, kind: str) -> dict[str, Any]:
     for item in fields(DraftConfig):
         if not item.metadata:
             continue
+        # Without `kind_defaults`, every kind of drafter has the field.
         defaults = item.metadata["kind_defaults"] or {kind: item.default}
         if kind in defaults:
             default = REQUIRED if defaults[kind] is MISSING else defaults[kind]

@@ -78,7 +78,8 @@ def read_first_row(read: ConfigReader, kind: str, block: int) -> int:
     stated: list[tuple[str, int]] = []  # places, and the rows that they state
     for flag, row in FIRST_ROW_FLAGS.items():
         for place, value in read.found(flag):
-            stated.append((place, row if read.check(place, value, BOOLEAN) else 1 - row))
+            is_true = read.check(place, value, BOOLEAN)
+            stated.append((place, row if is_true else 1 - row))  # false states the other row
     match read.get("speculators_config", OBJECT):
         # A smaller number only says how many drafts to ask for.
         case {"proposal_methods": [{"speculative_tokens": int(drafts)}, *_]} if drafts >= block - 1:
@@ -101,28 +102,28 @@ def read_layer_attention(read: ConfigReader, layers: int) -> dict[str, tuple[Any
     An explicit causality flag applies to every layer. Without one, the layers that `layer_types`
     calls sliding are causal if the packaging says so.
     """
-    named = _sliding_layers(read, layers)
-    slides = named
+    named_sliding = _sliding_layers(read, layers)
+    slides = named_sliding
     window = read.get("sliding_window", whole())
     use_swa = read.get("use_swa", BOOLEAN)
-    width = read.get("swa_window_size", whole())
+    swa_window = read.get("swa_window_size", whole())
     if use_swa:
-        window = width or window
-        slides = named if any(named) else (True,) * layers
+        window = swa_window or window
+        slides = named_sliding if any(named_sliding) else (True,) * layers
     if any(slides) and window is None:
         raise read.error("sliding_window", "is missing")
     causal = read.get("causal", BOOLEAN)
     non_causal = read.get("sliding_window_non_causal", BOOLEAN)
-    by_type = causal is None and read.packaging.sliding_is_causal and not non_causal
+    causal_if_sliding = causal is None and read.packaging.sliding_is_causal and not non_causal
     if causal is None:
         read.sources["causal"] = f"rule of {read.packaging.name}"
-    everywhere = read.get("attention_sink_bias", BOOLEAN, False)
-    sliding = read.get("add_swa_attention_sink_bias", BOOLEAN, False)
-    full = read.get("add_full_attention_sink_bias", BOOLEAN, False)
+    all_sinks = read.get("attention_sink_bias", BOOLEAN, False)
+    sliding_sinks = read.get("add_swa_attention_sink_bias", BOOLEAN, False)
+    full_sinks = read.get("add_full_attention_sink_bias", BOOLEAN, False)
     return {
         "windows": tuple(window if slide else None for slide in slides),
-        "causal": named if by_type else (bool(causal),) * layers,
-        "sinks": tuple(everywhere or (sliding if slide else full) for slide in slides),
+        "causal": named_sliding if causal_if_sliding else (bool(causal),) * layers,
+        "sinks": tuple(all_sinks or (sliding_sinks if slide else full_sinks) for slide in slides),
     }
 
 
@@ -131,7 +132,7 @@ def _sliding_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
     kinds = read.get("layer_types", default=FULL)
     slides = None
     first = None
-    if not read.packaging.embeds_target_config:  # if it does, these two are the target's
+    if not read.packaging.embeds_target_config:  # else these two fields describe the target
         slides = read.get("use_sliding_window", BOOLEAN)
         first = read.get("max_window_layers", whole(least=0))
     if slides and read.sources["layer_types"] == "default":
@@ -163,8 +164,10 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
     if gemma4:
         place = f"{place}.{FULL}"
         values = dict(read.check(place, values.get(FULL), OBJECT))
-    elif any(values.setdefault(key, value) != value for key, value in old.items()):
-        raise read.error(read.place("rope_scaling"), "contradicts rope_parameters")
+    else:
+        for key, value in old.items():
+            if values.setdefault(key, value) != value:
+                raise read.error(read.place("rope_scaling"), "contradicts rope_parameters")
     nested_theta = values.pop("rope_theta", None)
     if nested_theta is not None:
         read.sources["rope_theta"] = f"{place}.rope_theta"

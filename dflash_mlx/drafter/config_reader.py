@@ -141,7 +141,8 @@ class ConfigReader:
             allowed = REQUIRED_VALUES.get(name)
             if allowed is None or (self.packaging.embeds_target_config and name in TARGET_KEYS):
                 self.ignore(place, value)
-            # In some files a null, false, 0 or empty text stands for "none".
+            # In some files a null, false, 0 or empty text stands for "none". That is an error only
+            # where the allowed value is not such a "none" itself.
             elif value is not None and value not in allowed and (value or allowed[0]):
                 words = " or ".join(map(repr, allowed))
                 raise self.error(place, f"must be {words}, not {brief(value)}")

@@ -205,9 +205,9 @@ class DFlash(NetworkDrafter, nn.Module):
         """Raise `IncompatibleDrafterError` unless the drafter was made for this target."""
         config = self.config
         depth = target.num_layers
-        physical = len(set(map(id, target.layers)))
-        if len(target.layers) == depth and config.num_target_layers == physical:
-            depth = physical  # the target runs its layers more than once
+        distinct_layers = len(set(map(id, target.layers)))
+        if len(target.layers) == depth and config.num_target_layers == distinct_layers:
+            depth = distinct_layers  # the target runs its layers more than once
         config.check_fits(target.hidden_size, target.vocab_size, depth)
         complete = "embed_tokens" in self and ("lm_head" in self or config.tie_word_embeddings)
         if config.hidden_size != target.hidden_size and not complete:

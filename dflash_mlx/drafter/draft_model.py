@@ -116,17 +116,19 @@ class ModelSession(NetworkSession):
     ) -> None:
         """Add newly committed tokens, except those that the caches hold. `taps` has no features."""
         self._make_room(self._forwards, len(self._pending) + len(tokens))
-        self._pending += tokens[max(0, self._session.position - self.position) :]
+        already_cached = max(0, self._session.position - self.position)  # the last draft's anchor
+        self._pending += tokens[already_cached:]
         self._forwards += 1
         self.position += len(tokens)
 
     def draft(self, anchor: int, width: int) -> DraftScores:
         """Score the slots of a draft of at most `width` rows, one forward per slot."""
         session = self._session
-        kept = self._session.checkpoint()
+        rewind_to = session.checkpoint()
         behind_anchor: Checkpoint | None = None
 
         def logits(token: mx.array | None) -> mx.array:
+            """The logits [1, V] after a drafted token; after the anchor for None."""
             nonlocal behind_anchor
             tokens = mx.array([*self._pending, anchor]) if token is None else token
             token_logits = self._logits(tokens)
@@ -136,11 +138,11 @@ class ModelSession(NetworkSession):
         try:
             slots = min(width, BLOCK_SIZE) - 1
             draft = draft_chain(self.sampler, anchor, slots=slots, logits_after=logits)
-            kept = behind_anchor or kept
+            rewind_to = behind_anchor or rewind_to
             self._pending = []
             self._forwards = 0
         finally:  # a processor may fail
-            session.rewind(kept)
+            session.rewind(rewind_to)
         session.start_computing()
         return draft
 
@@ -197,7 +199,7 @@ class ModelSession(NetworkSession):
 
 
 def _vocabulary(model: Target) -> dict[str, int]:
-    """The tokens of a model's tokenizer with their ids."""
+    """The tokens of a model's tokenizer with their ids; the ids alone if it does not list them."""
     get_vocab: Callable[[], dict[str, int]] | None = getattr(model.tokenizer, "get_vocab", None)
     if get_vocab is None:
         return {str(token_id): token_id for token_id in range(model.vocab_size)}

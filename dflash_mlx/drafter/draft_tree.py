@@ -51,7 +51,7 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
     parents = [-1]
     picks = [0]
     depths = [0]
-    paths = [0.0]
+    path_costs = [0.0]
     # The nodes that may come next: the cost of the path, the parent, the rank among siblings.
     heap = [(costs[0][0][0], 0, 0)] if slots else []
     while heap and len(parents) < rows:
@@ -59,30 +59,31 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
         if cost > MAX_PATH_COST:
             break
         slot = depths[parent]
-        before = picks[parent] if predecessors > 1 else 0
-        pick = ranked[slot][before][rank]
+        predecessor = picks[parent] if predecessors > 1 else 0
+        pick = ranked[slot][predecessor][rank]
         if rank + 1 < count:
-            sibling = paths[parent] + costs[slot][before][rank + 1]
-            heappush(heap, (sibling, parent, rank + 1))
+            sibling_cost = path_costs[parent] + costs[slot][predecessor][rank + 1]
+            heappush(heap, (sibling_cost, parent, rank + 1))
         if slot + 1 < slots:
-            child = cost + costs[slot + 1][pick if predecessors > 1 else 0][0]
-            heappush(heap, (child, len(parents), 0))
+            child_cost = cost + costs[slot + 1][pick if predecessors > 1 else 0][0]
+            heappush(heap, (child_cost, len(parents), 0))
         parents.append(parent)
         picks.append(pick)
         depths.append(slot + 1)
-        paths.append(cost)
-    return TreeNodes(parents, picks, [-cost for cost in paths])
+        path_costs.append(cost)
+    return TreeNodes(parents, picks, [-cost for cost in path_costs])
 
 
 def best_chain(log_probs: np.ndarray) -> TreeNodes:
     """The chain of L + 1 nodes that takes the best candidate of each slot, from [L, P, K]."""
     picks = [0]
-    paths = [0.0]
-    for table in log_probs:
-        row = table[picks[-1] if len(table) > 1 else 0]
-        picks.append(int(row.argmax()))
-        paths.append(paths[-1] + float(row[picks[-1]]))
-    return TreeNodes(list(range(-1, len(log_probs))), picks, paths)
+    path_log_probs = [0.0]
+    for slot_log_probs in log_probs:
+        predecessor = picks[-1] if len(slot_log_probs) > 1 else 0
+        successors = slot_log_probs[predecessor]
+        picks.append(int(successors.argmax()))
+        path_log_probs.append(path_log_probs[-1] + float(successors[picks[-1]]))
+    return TreeNodes(list(range(-1, len(log_probs))), picks, path_log_probs)
 
 
 class DraftTree:

@@ -37,11 +37,12 @@ class Eagle3(StepwiseDrafter, DFlash):
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
-        first = self.layers[0].self_attn
+        attention = self.layers[0].self_attn
         hidden = config.hidden_size
-        for name in first.keys() & {"q_proj", "k_proj", "v_proj"}:
-            width = first[name].weight.shape[0]
-            first[name] = nn.Linear(2 * hidden, width, bias=config.attention_bias)
+        # Its input is the embedding and the feature, side by side. Gemma 4's may have no `v_proj`.
+        for name in attention.keys() & {"q_proj", "k_proj", "v_proj"}:
+            width = attention[name].weight.shape[0]
+            attention[name] = nn.Linear(2 * hidden, width, bias=config.attention_bias)
         if HEAD_NORM not in parts:
             for layer in self.layers:
                 for name in ("q_norm", "k_norm"):

@@ -96,7 +96,7 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
         The features are taps [1, S, K*Dt], or those of a drafted token [1, 1, Dt]. The other
         arguments are those of `StepwiseDrafter`.
         """
-        if features.shape[-1] > self._width:
+        if features.shape[-1] > self._width:  # taps of new tokens, not a drafted token's feature
             taps = mx.split(features, len(self.tap_layers), axis=-1)
             for number, index in enumerate(self._sources.values()):
                 layer_cache = cache[number]

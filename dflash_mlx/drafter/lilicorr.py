@@ -37,10 +37,11 @@ class LatticeAttention(nn.Module):
     def __call__(self, x: mx.array, bias: mx.array) -> mx.array:
         """Outputs [N, W] of x [N, W]; the bias is [H, N, N]."""
         joint = x @ self.in_proj_weight.T + self.in_proj_bias
+        # Queries, keys and values, each [1, H, N, head_dim].
         parts = joint.reshape(1, len(x), 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
         scale = parts.shape[-1] ** -0.5
-        seen = mx.fast.scaled_dot_product_attention(*parts, scale=scale, mask=bias[None])
-        return self.out_proj(seen[0].swapaxes(0, 1).flatten(1))
+        heads = mx.fast.scaled_dot_product_attention(*parts, scale=scale, mask=bias[None])
+        return self.out_proj(heads[0].swapaxes(0, 1).flatten(1))
 
 
 class LatticeLayer(nn.Module):
@@ -121,7 +122,7 @@ class LatticeHead(nn.Module):
         x = x + self.pass_hidden_proj(hidden)[:, None] + _sequence(self.feature_mlp, features)
         x = (x + self.slot_embedding[0, 0, :slots] + self.rank_embedding[0, 0]).flatten(0, 1)
         slot_numbers = mx.repeat(mx.arange(slots), count)
-        distances = slot_numbers[:, None] - slot_numbers
+        distances = slot_numbers[:, None] - slot_numbers  # the bias of distance 0 is in the middle
         bias = self.relative_slot_bias[:, distances + self.slot_embedding.shape[2]]
         bias = bias + (distances == 0) * self.same_slot_bias[:, None, None]
         for layer in self.layers:

@@ -224,7 +224,7 @@ class FeatureSession(NetworkSession):
             return taps, tokens
         tokens = self._next[:paired] + tokens
         self._next = self._next[paired:]
-        self._pending = [(taps[:, paired:], [0])]
+        self._pending = [(taps[:, paired:], [0])]  # the newest feature
         self.pending_features = 1
         if anchor is not None:
             mx.async_eval(self._pending[0][0])  # the draft does not compute these
@@ -249,7 +249,7 @@ class FeatureSession(NetworkSession):
         cache_checkpoint, pending = checkpoint
         caches.rewind_all(self.cache, self.cache[0].offset, cache_checkpoint)
         self._pending = list(pending)
-        self.pending_features = len(pending)
+        self.pending_features = len(pending)  # at most one feature waits in a checkpoint
         self._next = []
 
     def rows(self, start: int, end: int) -> Arrays:

@@ -61,6 +61,7 @@ class Index:
     def trim_to(self, count: int) -> None:
         """Forget all but the first `count` tokens."""
         while len(self.tokens) > count:
+            # The first tokens end fewer n-grams than there are lengths.
             for length, place in zip(NGRAM_LENGTHS, self._before.pop(), strict=False):
                 key = tuple(self.tokens[-length:])
                 if place == UNSEEN:
@@ -81,6 +82,7 @@ class Index:
             if len(text) < length or place == UNSEEN:
                 break  # a longer match would contain this one
             matched = length
+            # Compare the tokens in front of both matches.
             while matched < min(MAX_MATCH, place, len(text)) and (
                 self.tokens[place - matched - 1] == text[-matched - 1]
             ):
@@ -116,6 +118,7 @@ class LookupRates:
 
         Each rate assumes that the slots before it are right.
         """
+        # The class of the match's length: 2-3 tokens are 0, 4-7 are 1, and so on.
         length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
         rates: list[float] = []
         rate = PRIOR_RATES[length]
@@ -128,7 +131,7 @@ class LookupRates:
 
     def learn(self, matched: int, slots: int, right: int) -> None:
         """Record a draft of `slots` slots, of which the first `right` ones were right."""
-        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
+        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)  # as in `expected`
         for slot in range(min(right + 1, slots)):
             key = (length, min(slot, RATED_SLOTS - 1))
             tried, correct = self._counts.get(key, (0.0, 0.0))

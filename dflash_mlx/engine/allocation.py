@@ -85,7 +85,7 @@ class RowAllocator:
             for candidate, row_count in zip(candidates, rows, strict=True)
             if row_count > 1
         )
-        self._timed = unread <= sum(rows)
+        self._timed = unread <= sum(rows)  # else the step mostly reads features
         return rows
 
     def observe(self, tokens: Sequence[int], pipelined: bool) -> None:
@@ -124,8 +124,8 @@ class RowAllocator:
     def _best(self, candidates: Sequence[DraftCandidate], required: int) -> list[int]:
         """Choose the optional rows that yield the most tokens per second.
 
-        Returns the index of the request of each chosen row. The `required` rows are verified in any
-        case.
+        Returns the owner of each chosen row: the index of its request. The `required` rows are
+        verified in any case.
         """
         owners, probs = _ranked(candidates)
         if not len(probs):
@@ -133,17 +133,20 @@ class RowAllocator:
         costs = self._policy.costs
         count = len(candidates)
         least = len(candidates) + required
-        totals = CHAIN_LENGTHS[
-            bisect_right(CHAIN_LENGTHS, least) : bisect_left(CHAIN_LENGTHS, least + len(probs))
-        ]
+        most = least + len(probs)
+        shortest = bisect_right(CHAIN_LENGTHS, least)
+        longest = bisect_left(CHAIN_LENGTHS, most)
+        totals = CHAIN_LENGTHS[shortest:longest]  # numbers of rows to try, besides `most`
         unread = np.array([candidate.unread for candidate in candidates])
         left = np.array([candidate.left for candidate in candidates])
         options: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
-        for total in (*totals, least + len(probs)):
+        for total in (*totals, most):
             chosen = owners[: total - least]
-            tokens = 1 + np.bincount(chosen, weights=probs[: total - least], minlength=count)
+            chosen_probs = probs[: total - least]
+            # The expected tokens of each request: one, and one for each accepted row.
+            tokens = 1 + np.bincount(chosen, weights=chosen_probs, minlength=count)
             mean = float(tokens.mean())
-            reads = unread[tokens > 1].sum() / FEATURES_PER_ROW
+            reads = unread[tokens > 1].sum() / FEATURES_PER_ROW  # in rows, for those that draft
             cost = costs.cost(self._kind, total + int(reads * mean / AMORTIZED_TOKENS), count)
             # A request that is about to end cannot produce more than the tokens that are left.
             if (tokens >= MIN_REQUEST_SPEED * np.minimum(cost, left)).all():
@@ -155,10 +158,11 @@ class RowAllocator:
         # A probe takes the option that loses least: one of these, or a draft of the request that
         # has the fewest features to read.
         owner = min(owners.tolist(), key=unread.__getitem__)
-        rates = probs[owners == owner][:PROBE_ROWS]
+        probe_probs = probs[owners == owner][:PROBE_ROWS]
         reads = int(unread[owner] / FEATURES_PER_ROW)
-        cost = costs.cost(self._kind, least + len(rates) + reads, count)
-        options.append((0.0, cost - 1 - rates.sum() / count, [owner] * len(rates)))
+        cost = costs.cost(self._kind, least + len(probe_probs) + reads, count)
+        probe_loss = cost - 1 - probe_probs.sum() / count
+        options.append((0.0, probe_loss, [owner] * len(probe_probs)))
         _, loss, best = min(options, key=lambda option: option[1])
         return best if self._policy.should_probe(1 + loss) else []
 

@@ -93,9 +93,10 @@ class MemoryBudget:
             tokens = request.tokens + min(further(request), request.remaining)
             total += self._request_bytes(tokens, request.caches.kv_bits)
             if count > 1 and request.caches.kv_bits is None:
+                # Layers in slots take a whole slot, instead of a cache of their own.
                 total -= -(-tokens // BLOCK_TOKENS) * self._slot_bytes
                 blocks += capacity_for(tokens) // BLOCK_TOKENS
-        slots = count + count // SPARE
+        slots = count + count // SPARE  # spare ones included
         return total + blocks * self._slot_bytes * slots // max(1, count)
 
     def _request_bytes(self, tokens: int, kv_bits: int | None) -> int:

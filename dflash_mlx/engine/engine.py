@@ -154,8 +154,8 @@ class Engine(AbstractContextManager["Engine", None]):
         if settings.get("conversation") is None:
             settings.setdefault("prefix", self._prefix)
         request = make_request(*self._pair, prompt, GenerationSettings.of(settings))
-        with ExitStack() as refused:
-            refused.callback(request.close)
+        with ExitStack() as close_if_refused:
+            close_if_refused.callback(request.close)
             self._check(request.caches.kv_bits)
             self._memory.check(request)
             job = Job(request.stats, self._wake, self._is_mine)
@@ -163,7 +163,7 @@ class Engine(AbstractContextManager["Engine", None]):
                 if self._closed or not (self._step_due or self._schedule()):
                     raise EngineError("The engine is closed: create another one.")
                 self._submitted.append((job, request))
-            refused.pop_all()
+            close_if_refused.pop_all()
         return job
 
     def abandon(self, error: Exception) -> None:
@@ -183,7 +183,7 @@ class Engine(AbstractContextManager["Engine", None]):
         if self._owns_thread:
             self._thread.shutdown(wait=not self._is_mine())
         elif not self._is_mine():
-            self._thread.submit(int).result()  # after the last step
+            self._thread.submit(int).result()  # a call of nothing, which runs after the last step
 
     def __exit__(self, *_: object) -> None:
         """Close the engine."""

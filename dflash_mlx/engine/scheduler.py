@@ -169,13 +169,13 @@ class BatchScheduler:
             started = time.perf_counter()
             if self._read(entry, chunk):
                 self._prefilling.append(entry)
-            if len(chunk) >= PREFILL_CHUNK // 2:
+            if len(chunk) >= PREFILL_CHUNK // 2:  # a short chunk says little about the rate
                 self._prefill_rate = len(chunk) / (time.perf_counter() - started)
         shared = [entry for entry in ends if not entry.alone]
         results: list[Any] = []
         with ErrorCapture() as captured:
             results = self._batch.read([ends[entry] for entry in shared])
-        result_by_entry = dict(zip(shared, results, strict=False))
+        result_by_entry = dict(zip(shared, results, strict=False))  # without results, none is there
         for entry, chunk in ends.items():
             if entry in shared and captured.error is not None:
                 self._leave_forward(entry, captured.error, len(shared))
@@ -233,11 +233,12 @@ class BatchScheduler:
 
     def _decode(self) -> None:
         """Take a step of all texts, after preempting some if their caches would not fit."""
-        while self._running[1:]:
+        while len(self._running) > 1:
             if not self._memory.overflows([entry.request for entry in self._running]):
                 break
             self.preempt()
         ready = [entry for entry in self._running if entry.has_read]
+        # A request that must run alone has this step for itself; the others wait for the next one.
         entries = next(([entry] for entry in ready if entry.alone), ready)
         if not entries:
             return

@@ -28,7 +28,7 @@ class ErrorCapture:
     """A context that captures an exception, so that one request's error does not end the batch.
 
     Attributes:
-        error: the last exception raised inside, which may be any BaseException; None for none.
+        error: the last exception raised inside, a BaseException of any class; None for none.
     """
 
     error: BaseException | None = None
@@ -108,22 +108,24 @@ class SharedBatch:
         running = _without_errors(items)
         steps = [item.step for item in running if item.step is not None]
         following = self._compute(running, steps)
-        choices = {id(step.choices): step.choices for step in steps}
-        read: dict[int, Any] = {key: array.tolist() for key, array in choices.items()}
+        # All steps of a forward share one array of choices, which is copied to the host once.
+        arrays = {id(step.choices): step.choices for step in steps}
+        choices: dict[int, Any] = {key: array.tolist() for key, array in arrays.items()}
         for item, step in zip(running, steps, strict=True):
             with item:
                 if item.error is None:
                     rows = slice(step.span.first, step.span.end)
-                    kept, tokens = item.request.accept(step, read[id(step.choices)][rows])
+                    kept, tokens = item.request.accept(step, choices[id(step.choices)][rows])
                     ahead = following.get(item.request)
                     item.event = item.request.commit(step, rows=kept, tokens=tokens, ahead=ahead)
                     if ahead is not None:
                         self._ahead[item.request] = ahead
         self._steps += 1
-        if self._steps % SPAN == 0:  # sessions without a slot clear it themselves
+        if self._steps % SPAN == 0:  # sessions without a slot clear MLX's cache themselves
             mx.clear_cache()
-        if self._allocator is not None and len(new or items) > 1:
-            events = [(item.request, item.event) for item in new or items if item.event is not None]
+        observed = new or items  # of the new forward, or of the one that started ahead if none is
+        if self._allocator is not None and len(observed) > 1:
+            events = [(item.request, item.event) for item in observed if item.event is not None]
             went_ahead = any(request in self._ahead for request, _ in events)
             self._allocator.observe([len(event.tokens) for _, event in events], went_ahead)
 
@@ -146,11 +148,12 @@ class SharedBatch:
     def _compute(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> dict[Request, Step]:
         """Wait for the requests' steps, and start the next plain steps if all can go ahead.
 
-        At most two forwards are being computed: that of the steps that started ahead, and that of
-        the new ones. The next forward is built meanwhile, but starts only when they have ended. MLX
-        writes to an array in place only if no running forward reads it; otherwise it would copy all
-        keys and values.
+        Up to two forwards run at once: the one that started ahead, and the one for requests that
+        had not. The following one is built while they run, and starts once both have finished: MLX
+        writes to an array in place only if no running forward reads it, and otherwise would copy
+        all keys and values.
         """
+        # All steps of a forward share the same arrays, so each is computed once.
         by_forward = {id(step.choices): (step.choices, step.taps) for step in steps}
         arrays = list(by_forward.values())
         pairs = zip(items, steps, strict=True)
@@ -161,8 +164,9 @@ class SharedBatch:
             compute(arrays, wait=False)
             following = self._go_ahead(items, steps)
         compute(arrays)
-        for step in list(following.values())[:1]:  # all have the same arrays
-            compute(step.choices, step.taps, wait=False)
+        if following:
+            any_step = next(iter(following.values()))
+            compute(any_step.choices, any_step.taps, wait=False)
         return following
 
     def leave(self, request: Request) -> Step | None:
@@ -182,6 +186,8 @@ class SharedBatch:
         items = _without_errors(items)
         if not items:
             return {}
+        # Often, all tokens come from one forward in the order of these items: then its array is
+        # taken as it is.
         tokens = steps[0].choices
         in_order = [
             step.choices is tokens and step.span.first == number
@@ -308,4 +314,5 @@ def _slot_order(item: BatchItem) -> tuple[int, int]:
 
 
 def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
+    """The items whose requests have not failed in this step."""
     return [item for item in items if item.error is None]

@@ -1,8 +1,8 @@
 """Autotuning: verifications are timed on this machine, with each group of our kernels on and off.
 
 A kernel that wins alone may still make a forward slower, so forwards decide, and nothing is
-guessed. What was not timed when the time was up is MLX's. A drafter's forward is all of its
-products, one after another.
+guessed. What was not timed when the time was up runs on MLX's kernels. For a drafter, the products
+of all its weights, one after another, stand for its forward.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stopwatch:
     """Times two calls in turns, until its time is up.
 
     Args:
-        seconds: the time after which no further call begins.
+        seconds: how long to time; then no further call begins.
         repeats: how often each call is timed. The fastest counts, because other programs can only
             add time.
         clock: returns seconds.
@@ -82,12 +82,12 @@ class Stopwatch:
         """The seconds of each call, or None if the time is up before.
 
         `prepare` is called before each call with its index, 0 or 1, and is not timed. In the first
-        turn kernels compile and are checked: it does not count, and the time that it takes longer
-        is not part of the stopwatch's time.
+        turn kernels compile and are checked. So its times are left out, and by as much as it takes
+        longer than the second turn, the stopwatch runs longer.
         """
         calls = (stock, ours)
         fastest = [float("inf"), float("inf")]
-        first = [0.0, 0.0]
+        first = [0.0, 0.0]  # seconds of each call in the first turn
         for repeat in range(self.repeats + 1):
             for index, call in enumerate(calls):
                 now = self.clock()
@@ -98,10 +98,10 @@ class Stopwatch:
                 now = self.clock()
                 mx.eval(call())
                 seconds = self.clock() - now
-                if repeat == 0:
+                if repeat == 0:  # as if it had taken no time
                     first[index] = seconds
                     self.start += seconds
-                elif repeat == 1:
+                elif repeat == 1:  # what the first turn would have taken without compiling counts
                     self.start -= min(first[index], seconds)
                 if repeat:
                     fastest[index] = min(fastest[index], seconds)
@@ -152,25 +152,29 @@ def autotune(
     short_keys = frozenset(key_at(key, short) for key in attention)
     long_keys = frozenset(key_at(key, long) for key in attention)
     groups = _product_groups(model, config) | ({"attention": short_keys} if short_keys else {})
-    rows, timings = _choose(groups, kernels.tensor_units, partial(time_in_turns, depth=0))
+    rows_by_form, timings = _choose(groups, kernels.tensor_units, partial(time_in_turns, depth=0))
     if long_keys:
-        products = frozenset(key for key, won in rows.items() if won) - short_keys
+        winners = frozenset(key for key, rows in rows_by_form.items() if rows)
+        winning_products = winners - short_keys  # all but attention
         name = f"attention over {long} keys"
         timing = _time(
             name,
-            without=products,
-            with_ours=products | long_keys,
+            without=winning_products,
+            with_ours=winning_products | long_keys,
             in_turns=partial(time_in_turns, depth=long),
         )
-        rows |= dict.fromkeys(long_keys, chosen(timing.won, MOST_NODES))
+        rows_by_form |= dict.fromkeys(long_keys, chosen(timing.won, MOST_NODES))
         timings.append(timing)
-    return rows, timings
+    return rows_by_form, timings
 
 
 def autotune_products(
     model: nn.Module, kernels: Kernels, stopwatch: Stopwatch
 ) -> dict[str, frozenset[int]]:
-    """Time a drafter's products. Returns the rows at which our kernels run, by form."""
+    """Time a drafter's products.
+
+    Returns, for each form of weights, the numbers of rows at which our kernel runs.
+    """
 
     def start(kernel_plan: KernelPlan, rows: int) -> Call:
         calls = [_product(module, matrix, rows) for _, module, matrix in matrices(model, {})]
@@ -188,9 +192,10 @@ def _product_groups(model: nn.Module, config: dict[str, Any]) -> dict[str, Keys]
 def _choose(
     groups: Mapping[str, Keys], tensor_units: bool, in_turns: InTurns
 ) -> tuple[dict[str, frozenset[int]], list[Timing]]:
-    """The rows at which each form runs on our kernels, and the timings.
+    """The numbers of rows at which each form runs on our kernels, and the timings.
 
-    All groups are first timed against none, then all against all but one.
+    First, our kernels for all groups are timed against none of them. Then, for each group, all are
+    timed against all but this group's.
     """
     all_keys: Keys = frozenset().union(*groups.values())
     unit_keys = frozenset(map(tensor_key, all_keys)) if tensor_units else all_keys
@@ -214,12 +219,16 @@ def _choose(
         for name, keys in groups.items():
             others = all_keys - keys - frozenset(map(tensor_key, keys))
             seconds = in_turns(others, all_keys, rows) if len(groups) > 1 else None
-            if seconds is not None:
-                stock[name][rows], ours[name][rows] = seconds
-            if seconds is None or seconds[1] < seconds[0]:
+            if seconds is None:
+                faster.append(name)
+                continue
+            seconds_without, seconds_with = seconds
+            stock[name][rows] = seconds_without
+            ours[name][rows] = seconds_with
+            if seconds_with < seconds_without:
                 faster.append(name)
             else:
-                saved += seconds[1] - seconds[0]
+                saved += seconds_with - seconds_without
         if whole_verify.ours[rows] - saved <= MAX_TIME_SHARE * whole_verify.stock[rows]:
             for name in faster:
                 runs[name].append(rows)

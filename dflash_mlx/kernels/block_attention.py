@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import KernelError
 from .launcher import (
-    FEWEST,
+    FEWEST_ELEMENTS,
     Calls,
     Constant,
     Kernel,
@@ -36,7 +36,7 @@ MOST_NODES = 64
 # partial sums in a long one.
 CHUNK = 512
 _UNLIMITED = 2**30  # a window that no context fills
-MOST_STEPS = 32  # kinds of layers and lengths that are remembered, in this step and before
+MOST_STEPS = 32  # remembered launches: one per kind of layers and length
 
 _MEMORY = """
   constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
@@ -148,10 +148,10 @@ class Launches(NamedTuple):
 
     Attributes:
         attend, merge: the launches.
-        numbers: the inputs of the first one, other than queries, keys, values and place.
+        numbers: the inputs of `attend` other than queries, keys, values and place.
         place: the place for calls that have none.
         counts: the number of chunks, and of nodes.
-        tree: kept alive, so that no other tree gets its id.
+        tree: kept alive, so that no other tree gets its id, by which launches are remembered.
     """
 
     attend: Launch
@@ -205,15 +205,15 @@ class BlockAttention(Launcher):
                 call = AttentionCall(queries, keys=keys, values=keys, scale=0.1)
                 yield partial(self, call)
                 yield partial(self, call._replace(tree=tree))
-            yield partial(self, call._replace(sinks=sinks))
+            yield partial(self, call._replace(sinks=sinks))  # with plain keys, the last form
 
     def _check(self, like: AttentionCall) -> KernelCheck:
-        """The check of calls of this form: so many rows across the end of a chunk of keys."""
+        """The check of such calls: as many rows, with keys on both sides of a chunk's end."""
         key_heads = like.keys.shape[1]
         (_, heads, rows, dim) = like.queries.shape
-        length = rows + 30
+        length = rows + 30  # 30 keys before the draft's
         noise = Noise(like.queries.dtype)
-        first = CHUNK - length // 2
+        first = CHUNK - length // 2  # the chunk ends in the middle of the keys
         tree = None
         sinks = None
         key = f"attention {heads}/{key_heads} heads of {dim} in {dtype_name(like.queries)}, "
@@ -235,16 +235,8 @@ class BlockAttention(Launcher):
             stored = [AffineWeights(*mx.quantize(x, group, bits), bits, group) for x in stored]
         queries = noise(*like.queries.shape)
         keys, values = stored
-        call = AttentionCall(
-            queries,
-            keys=keys,
-            values=values,
-            scale=dim**-0.5,
-            first=first,
-            window=like.window,
-            sinks=sinks,
-            tree=tree,
-        )
+        call = AttentionCall(queries, keys=keys, values=values, scale=dim**-0.5, first=first)
+        call = call._replace(window=like.window, sinks=sinks, tree=tree)
 
         def ours() -> list[mx.array]:
             return [BlockAttention(self._metal_kernel)(call)]  # which checks nothing
@@ -257,50 +249,47 @@ class BlockAttention(Launcher):
         return KernelCheck(key, ours, reference)
 
     def _prepare(self, call: AttentionCall) -> Launches:
+        """The launches for calls like this one. Raises `KernelError`."""
         check(call)
         queries, keys, _, scale, first, window, sinks, tree, place = call
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]
         chunks = (first + length - 1) // CHUNK - first // CHUNK + 1
-        if place is not None:  # as many as there may be
+        if place is not None:
+            # The most that `place` can allow: keys in a window may begin in the middle of a chunk,
+            # and then end one chunk later. Without a window they begin at position 0.
             chunks = (length - 1) // CHUNK + (1 if window is None else 2)
-        group = heads // key_heads
-        blocks, simdgroups = _tiling(group * nodes, queries)
-        rows = 8 * blocks * simdgroups  # of a threadgroup
-        tiles = -(-group * nodes // rows)
-        shares = chunks * tiles
-        if tree:  # the chunks that it reaches have a threadgroup for each node
-            whole = (first + length - nodes) // CHUNK - first // CHUNK
-            shares = whole * tiles + (chunks - whole) * nodes * -(-group // rows)
+        blocks, simdgroups = _tiling(heads // key_heads * nodes, queries)
+        threadgroups_per_head = _threadgroup_count(call, chunks, 8 * blocks * simdgroups)
         constants: dict[str, Constant] = {"T": queries.dtype, "D": head_dim, "CHUNK": CHUNK}
         constants |= {"BLOCKS": blocks, "TREE": tree is not None}
-        size = heads * nodes
-        quantized = isinstance(keys, AffineWeights)
+        query_rows = heads * nodes
         if isinstance(keys, AffineWeights):
             constants |= {"BITS": keys.bits, "GROUP": keys.group_size}
         attend = self._launch(
-            _attends(quantized, tree is not None),
+            _attends(isinstance(keys, AffineWeights), tree is not None),
             constants=constants,
-            grid=(key_heads * 32 * simdgroups, shares, 1),
+            grid=(key_heads * 32 * simdgroups, threadgroups_per_head, 1),
             threadgroup=(32 * simdgroups, 1, 1),
-            # Fewer than 8 elements would be declared `constant`.
+            # MLX passes arrays under 8 elements in constant memory, so `stats` is longer.
             outputs=[
-                ((chunks * size, head_dim), mx.float32),
-                ((chunks * size + FEWEST, 2), mx.float32),
+                ((chunks * query_rows, head_dim), mx.float32),
+                ((chunks * query_rows + FEWEST_ELEMENTS, 2), mx.float32),
             ],
         )
         merge = self._launch(
             _merges(sinks is not None),
             constants={"T": queries.dtype, "SINKS": sinks is not None},
-            grid=(head_dim, size, 1),
+            grid=(head_dim, query_rows, 1),
             threadgroup=(head_dim, 1, 1),
             outputs=[(queries.shape, queries.dtype)],
         )
-        words = np.array([window or _UNLIMITED, 0], np.int32)
-        words[1:] = np.float32(scale).view(np.int32)
+        # One array of integers holds both; the kernel reads the scale's bits as a float again.
+        window_and_scale_bits = np.array([window or _UNLIMITED, 0], np.int32)
+        window_and_scale_bits[1:] = np.float32(scale).view(np.int32)
         return Launches(
             attend,
-            numbers=[*_tree_inputs(tree), mx.array(words)],
+            numbers=[*_tree_inputs(tree), mx.array(window_and_scale_bits)],
             place=mx.array([first, length], mx.int32),
             merge=merge,
             counts=mx.array([chunks, nodes]),
@@ -367,20 +356,33 @@ def _binary_tree(nodes: int, position: int) -> TreeMask:
     return TreeMask(position - 1 + ancestors.sum(axis=-1), ancestors)
 
 
-def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
-    """The eights of rows per SIMD-group, and the SIMD-groups per threadgroup.
+def _threadgroup_count(call: AttentionCall, chunks: int, rows: int) -> int:
+    """The threadgroups for one head of keys, each of up to `rows` query rows; see `share_of`."""
+    nodes = call.queries.shape[2]
+    group = call.queries.shape[1] // call.keys.shape[1]
+    tiles = -(-group * nodes // rows)
+    if call.tree is None:
+        return chunks * tiles
+    # In the chunks from the root's on, each node of a tree has threadgroups of its own.
+    root_position = call.first + call.keys.shape[2] - nodes
+    before = root_position // CHUNK - call.first // CHUNK
+    return before * tiles + (chunks - before) * nodes * -(-group // rows)
 
-    For the query rows of one head of keys, as many as registers allow. Sixteen rows use each loaded
-    key twice; fewer than 32 rows want more SIMD-groups.
+
+def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
+    """How many blocks of 8 rows a SIMD-group takes, and how many SIMD-groups a threadgroup has.
+
+    `rows` is the number of query rows that share a head of keys. Two blocks use each loaded key
+    twice, if registers can hold them; fewer than 32 rows want more SIMD-groups instead.
     """
     head_dim = queries.shape[-1]
     blocks = 2 if head_dim * queries.itemsize <= 256 and rows >= 32 else 1
-    most = 16 if head_dim <= 128 and blocks == 1 else 8
-    return blocks, min(-(-rows // (8 * blocks)), most)
+    most_simdgroups = 16 if head_dim <= 128 and blocks == 1 else 8
+    return blocks, min(-(-rows // (8 * blocks)), most_simdgroups)
 
 
 def _tree_inputs(tree: TreeMask | None) -> list[mx.array]:
-    """Positions and ancestors."""
+    """The positions and ancestors of a tree, as the kernel reads them; [] for a chain."""
     if tree is None:
         return []
     pair = (tree.positions.astype(mx.int32), tree.ancestors.astype(mx.bool_))

@@ -81,7 +81,11 @@ def has_tensor_units(device: Mapping[str, Any], macos: str) -> bool:
         macos: the version of macOS ("26.4"), or "" on another system.
     """
     match = re.fullmatch(r"applegpu_g(\d+)(\w)", str(device.get("architecture")))
-    if match is None or int(match[1]) < (18 if match[2] == "p" else 17):
+    if match is None:
+        return False
+    generation = int(match[1])
+    is_phone = match[2] == "p"
+    if generation < (18 if is_phone else 17):
         return False
     return tuple(map(int, re.findall(r"\d+", macos)[:2])) >= (26, 4)
 

@@ -115,7 +115,8 @@ class DeltaRule(Launcher):
         slots = max((1 + slot for _, _, slot in order), default=0)
         shapes = [(x.shape, x.dtype) for x in (queries, *inputs)]
         key = (len(order), slots, *shapes)
-        prepare = partial(self._prepare, queries, inputs, parents, max(slots, bool(order)))
+        declared_slots = max(slots, 1) if order else 0  # Metal has no arrays of length 0
+        prepare = partial(self._prepare, queries, inputs, parents, declared_slots)
         launch = self._checked(key, prepare, lambda: self._check(inputs, parents))
         arrays = [in_device_memory(array) for array in (*inputs, queries)]
         if order:
@@ -172,8 +173,8 @@ class DeltaRule(Launcher):
         tree = None if parents is None else _binary(rows)
         rule = DeltaRule(self._metal_kernel).verify  # which checks nothing
 
-        def arrays(rule: Callable[..., Any], *given: Any) -> list[mx.array]:
-            return [x for x in rule(*given, tree) if x is not None]
+        def arrays(rule: Callable[..., Any], *arguments: Any) -> list[mx.array]:
+            return [x for x in rule(*arguments, tree) if x is not None]
 
         return KernelCheck(
             key,
@@ -238,9 +239,8 @@ def visits(parents: Sequence[int]) -> list[list[int]]:
             needs[node] = max(below[-1], below[-2] + 1)
         if node:
             children[parents[node]].append(node)
-    # a node, its parent's slot, the first slot that is free
     order = []
-    waiting = [(0, -1, 0)]
+    waiting = [(0, -1, 0)]  # nodes to visit: each with its parent's slot and the first free slot
     while waiting:
         node, slot, free = waiting.pop()
         several = len(children[node]) > 1

@@ -162,7 +162,7 @@ def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    """What fused layers have in common."""
+    """What fused layers have in common: everything but the shapes of their weights."""
     [w] = layer._product.weights
     return type(layer), w.dtype if isinstance(w, mx.array) else w.kind[1:]
 

@@ -22,7 +22,7 @@ Calls = Iterator[Callable[[], Any]]
 Prepared = TypeVar("Prepared")
 
 METAL_TYPES = {mx.float16: "half", mx.bfloat16: "bfloat", mx.float32: "float"}
-FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
+FEWEST_ELEMENTS = 8  # MLX declares inputs with fewer elements `constant` instead of `device`
 _MLX_ERRORS = (RuntimeError, ValueError)  # of a launch that MLX refuses
 
 
@@ -50,10 +50,10 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with all of its call but the inputs.
+    """A compiled kernel with everything that its calls need except the inputs.
 
-    Raises `KernelError` for what MLX refuses. It may refuse only when it computes: then its own
-    error comes out of the step, which does not say whose launch it was.
+    Raises `KernelError` for what MLX refuses. What MLX refuses only when it computes comes out of
+    the step as MLX's own error, which does not name the kernel.
     """
 
     def __init__(self, name: str, kernel: Callable[..., list[mx.array]]) -> None:
@@ -103,7 +103,7 @@ class Launcher:
         threadgroup: tuple[int, int, int],
         outputs: Iterable[tuple[Sequence[int], mx.Dtype]],
     ) -> Launch:
-        """A launch of a kernel with these constants, which is made once."""
+        """A launch of a kernel with these constants. Each kernel is compiled once."""
         declared = ""
         name = kernel.name
         for key, value in constants.items():
@@ -134,7 +134,7 @@ class Launcher:
         prepare: Callable[[], Prepared],
         check: Callable[[], KernelCheck],
     ) -> Prepared:
-        """What a call of this form runs on, after a check of its first call.
+        """What `prepare` makes for calls of this form, once a first call has passed its check.
 
         Raises `KernelCheckFailed` where the check fails, and `KernelError` for arguments that the
         kernel does not take.
@@ -158,9 +158,9 @@ def in_device_memory(array: mx.array) -> mx.array:
     MLX passes smaller inputs as `const constant T*`, which does not convert to the
     `const device T*` of our functions. Only for inputs whose shape the kernel does not read.
     """
-    if array.size >= FEWEST:
+    if array.size >= FEWEST_ELEMENTS:
         return array
-    return mx.pad(array.reshape(-1), (0, FEWEST - array.size))
+    return mx.pad(array.reshape(-1), (0, FEWEST_ELEMENTS - array.size))
 
 
 def dtype_name(array: Any) -> str:

@@ -244,10 +244,10 @@ def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
 def chosen_together(
     model: nn.Module, config: dict[str, Any]
 ) -> list[dict[str, list[tuple[nn.Module, Matrix]]]]:
-    """The layers that can run on our kernels, by `Matrix.key`.
+    """The groups of layers that can run on our kernels. In each group, the layers by `Matrix.key`.
 
-    Keys are chosen together if layers with them share a launch, because these share it only at the
-    same rows.
+    Keys are in one group if some of their layers share a launch: they can share it only if all of
+    them run on our kernels at the same numbers of rows.
     """
     layers: dict[str, list[tuple[nn.Module, Matrix]]] = {}
     for _, module, matrix in matrices(model, config):
@@ -256,7 +256,7 @@ def chosen_together(
     key_by_layer: dict[int, str] = {}
     for key, pairs in layers.items():
         key_by_layer |= {id(module): key for module, _ in pairs}
-    together = {key: {key} for key in layers}
+    together = {key: {key} for key in layers}  # each key's group; groups are merged below
     for sharing in launches(model):
         keys = {key_by_layer[id(layer)] for layer in sharing if id(layer) in key_by_layer}
         merged = set().union(*(together[key] for key in keys))

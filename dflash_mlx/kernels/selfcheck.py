@@ -44,7 +44,7 @@ def find_fault(check: KernelCheck) -> str | None:
     try:
         results = check.ours()
         mx.eval(results)
-    except (RuntimeError, ValueError, KernelError) as error:  # the compiler's, and of limits
+    except (RuntimeError, ValueError, KernelError) as error:  # of Metal's compiler or its limits
         return f"does not run ({_error_line(error.__cause__ or error)})"
     for result, reference in zip(results, check.reference(), strict=True):
         if result.shape != reference.shape:
@@ -57,7 +57,7 @@ def find_fault(check: KernelCheck) -> str | None:
 
 
 def _error_line(error: BaseException) -> str:
-    """The first line of a message that has a compiler error, or else its first line."""
+    """The line of a message with the first compiler error; its first line if there is none."""
     lines = str(*error.args[:1]).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
 

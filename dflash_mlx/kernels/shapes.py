@@ -99,7 +99,7 @@ def _matrix(module: Any, experts_of_a_token: int) -> Matrix:
     kind = getattr(module, "mode", "affine") if quantized else "float"
     bits = module.bits if quantized else 8 * module.weight.itemsize
     group_size = module.group_size if quantized else 0
-    depth = depth * 32 // bits if quantized else depth
+    depth = depth * 32 // bits if quantized else depth  # 32-bit words hold 32 / bits weights
     experts = 0
     if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
         [experts] = stacked

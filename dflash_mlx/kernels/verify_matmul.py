@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ..errors import KernelError
 from .launcher import (
-    FEWEST,
+    FEWEST_ELEMENTS,
     Calls,
     Kernel,
     KernelFactory,
@@ -98,7 +98,13 @@ def verify_matmul_reference(x: mx.array, w: Weights, up: Weights | None = None) 
 
 
 def splits_of_k(columns: int, depth: int, gate_up: bool = False, enough: int = ENOUGH_TILES) -> int:
-    """The number of parts of the sums over K = `depth`, by the shape of w and the chip."""
+    """Into how many parts the sums over K are split, by the shape of w and the chip.
+
+    Args:
+        columns, depth: N and K.
+        gate_up: whether gate and up share each tile, half of its columns each.
+        enough: tiles to keep the chip busy.
+    """
     tiles = -(-columns // (TILE_COLUMNS // 2 if gate_up else TILE_COLUMNS))
     return max(1, min(enough // tiles, depth // _SHORTEST_SPLIT))
 
@@ -217,7 +223,7 @@ class VerifyMatmul(Launcher):
         noise = Noise(x.dtype)
         shape = x.shape
         key = f"{prod(shape[:-1])} rows in {dtype_name(x)} by "
-        if experts is not None:  # experts of its own for each row
+        if experts is not None:  # each row gets experts of its own, as after a router
             *tokens, top_k = experts.shape
             key += f"{experts.size} of "
             has_row_per_expert = prod(shape[:-1]) == experts.size
@@ -233,7 +239,8 @@ class VerifyMatmul(Launcher):
 
         def ours() -> list[mx.array]:
             results = kernel(rows, *weights, gated=gated, experts=experts)
-            parts = zip(results, columns, weights, strict=False)
+            parts = zip(results, columns, weights, strict=False)  # a gated pair has one result
+            # A result of a wrong shape stays as it is, so that the check reports the shape.
             return [y[..., kept] if y.shape[-1] == w.shape[-2] else y for y, kept, w in parts]
 
         def reference() -> list[mx.array]:
@@ -265,13 +272,14 @@ class VerifyMatmul(Launcher):
         columns = [w.shape[0] for w in (weights[:1] if gated else weights)]
         rows = prod(x.shape[:-1])
         total = sum(columns)
-        width = TILE_COLUMNS // (1 + gated)
+        width = TILE_COLUMNS // (1 + gated)  # gate and up share a tile
         tiles = sum(-(-n // width) for n in columns)
         splits = splits_of_k(tiles * width, depth=x.shape[-1], gate_up=gated, enough=self._enough)
         split = splits > 1
         results = [((*x.shape[:-1], n), dtype) for n in columns]
-        # The sums' shape is not read; fewer than 8 would be declared `constant`.
-        size = max(FEWEST, splits * (1 + gated) * rows * total)
+        # MLX passes arrays under 8 elements in constant memory. The kernel reads no shape here, so
+        # the sums are one flat array that is long enough.
+        size = max(FEWEST_ELEMENTS, splits * (1 + gated) * rows * total)
         multiply = self._launch(
             _product(len(columns), form=form(dtype, *weights), gated=gated, split=split),
             constants={"T": dtype, **weight_constants},

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import KernelError
-from .launcher import FEWEST, Constant, dtype_name, in_device_memory
+from .launcher import FEWEST_ELEMENTS, Constant, dtype_name, in_device_memory
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)  # the commonest first, here and below
 BITS = (4, 8)
@@ -121,10 +121,12 @@ def fits_tensor_units(w: Weights) -> bool:
 def aligned(words: mx.array) -> mx.array:
     """The words, or a copy if they are a view that does not begin at a multiple of 128 bytes.
 
-    Tensor units need that. A copy begins there.
+    Tensor units need such an address, and MLX's new arrays have one.
     """
     address = np.asarray(words).__array_interface__["data"][0]
-    return words if address % TENSOR_ALIGNMENT == 0 else words | mx.array(0, words.dtype)
+    if address % TENSOR_ALIGNMENT == 0:
+        return words
+    return words | mx.array(0, words.dtype)  # copies the words unchanged
 
 
 def form(dtype: mx.Dtype, *weights: Weights) -> str:
@@ -174,8 +176,10 @@ def check_products(
             raise KernelError(f"The weights are {layout}, not {w.shape}.")
         if x.shape[-1] != w.shape[-1]:
             raise KernelError(f"x has {x.shape[-1]} columns, the weights have {w.shape[-1]}.")
-        if min(x.size, inputs(w)[0].size) < FEWEST:
-            raise KernelError(f"The matrix kernels take no arrays of fewer than {FEWEST} elements.")
+        if min(x.size, inputs(w)[0].size) < FEWEST_ELEMENTS:
+            raise KernelError(
+                f"The matrix kernels take no arrays of fewer than {FEWEST_ELEMENTS} elements."
+            )
 
 
 def traits(w: Weights) -> dict[str, Constant]:

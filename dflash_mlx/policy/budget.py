@@ -13,8 +13,8 @@ MAX_LOSS = 6.0
 LOSS_PER_TOKEN = 0.01
 # A step may lose this many plain steps without any expected gain, as long as there is no debt.
 FREE_LOSS = 0.8
-# The expected loss that a more expensive step may have: for the first one, the increase per token
-# generated so far, and the limit.
+# The expected loss that a more expensive step may have, in plain steps: at the start of the answer,
+# its increase with each token, and its limit.
 EXPECTED_LOSS = 0.5
 EXPECTED_LOSS_PER_TOKEN = 0.02
 MAX_EXPECTED_LOSS = 1.0

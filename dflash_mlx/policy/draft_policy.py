@@ -35,7 +35,7 @@ RETRY_TOKENS = 16
 TREE_DECAY = 0.95
 # Trees to draft before chains may replace them.
 TREE_TRIALS = 4
-# Every draft of this number is a tree, even if chains have done better.
+# One draft in this many is a tree even if chains have done better.
 TREE_PAUSE = 64
 
 
@@ -89,7 +89,7 @@ class DraftPolicy:
 
     def estimates_at(self, temperature: float) -> AcceptanceEstimates:
         """The estimates that requests at about this temperature share."""
-        rounded = min(2.0, round(2 * temperature) / 2)
+        rounded = min(2.0, round(2 * temperature) / 2)  # 0, 0.5, 1, 1.5 or 2
         if rounded not in self._estimates:
             self._estimates[rounded] = AcceptanceEstimates(self.block_size - 1)
         return self._estimates[rounded]

@@ -44,6 +44,7 @@ class AcceptanceEstimates:
         """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
         tried = self._tried
         right = self._right
+        # Slots after the first rejected one were not tried.
         for slot in range(min(accepted + 1, drafted, len(tried))):
             tried[slot] = DECAY * tried[slot] + 1
             right[slot] = DECAY * right[slot] + (slot < accepted)

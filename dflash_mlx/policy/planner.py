@@ -155,7 +155,7 @@ class AdaptivePlanner(Planner):
         # A drafter that drafts token by token takes longer for every token, used or not.
         self._by_slot = policy.slot_cost is not None
         self._budget = Budget()
-        # Plain steps that are already decided, the current one included.
+        # Plain steps that are already decided, the current one included. `_learn` counts them down.
         self._plain_left = 0
         # Consecutive decisions that found nothing to draft.
         self._plain_decisions = 0
@@ -174,16 +174,18 @@ class AdaptivePlanner(Planner):
             return Proposal([anchor])
         width = min(width, self._policy.block_size)
         network = session.network
-        length = 1
-        if self._plain_left == 0:
-            length = 1 if network is None else self._length(width)
+        length = 1  # of the best chain: while plain steps are left, the anchor alone
+        if self._plain_left == 0:  # `_learn` counts them down
+            if network is not None:
+                length = self._length(width)
             self._plain_decisions = 0 if length > 1 else self._plain_decisions + 1
             self._plain_left = plain_steps_after(self._plain_decisions)
         rates = session.lookup_rates(anchor, width)[: width - 1]
         if rates:
             probs = path_probabilities(rates)
             speed = max(MIN_SPEEDUP, self._speed(length))
-            rows = self._best("lookup", probs=probs, rows=range(2, len(probs) + 2), speed=speed)
+            lengths = range(2, len(probs) + 2)  # the anchor and one drafted token or more
+            rows = self._best("lookup", probs=probs, rows=lengths, speed=speed)
             if rows > 1:
                 self._kind = "lookup"
                 return checked(session.propose_lookup(anchor, rows), rows)
@@ -192,7 +194,9 @@ class AdaptivePlanner(Planner):
         self._unread = network.pending_features
         if isinstance(network, SupportsTrees) and self._trees is not None:
             if self._trees.should_draft_tree(self._speed(length)):
-                return self._propose_tree(network, anchor, length if self._by_slot else width)
+                # If every level takes a forward of the drafter, a tree gets no more than the chain.
+                tree_width = length if self._by_slot else width
+                return self._propose_tree(network, anchor, tree_width)
         return checked(network.propose(anchor, length), length)
 
     def next_is_plain(self, session: DraftSession, anchor: int, width: int) -> bool:
@@ -306,12 +310,16 @@ class AdaptivePlanner(Planner):
         self._tree = session.propose_tree(anchor, MAX_TREE_ROWS, width)
         self._kind = "tree"
         probs = _tree_probs(self._tree)
-        best = self._best("tree", probs, range(2, len(probs) + 2), speed=0.0)
+        sizes = range(2, len(probs) + 2)  # the anchor and one drafted row or more
+        best = self._best("tree", probs, sizes, speed=0.0)
         return self._tree.propose(max(2, best))
 
     def _learn_from_tree(self, tree: DraftTree, text: Any) -> None:
-        """Learn what the tree's chain of first choices would have taught if it had been drafted."""
-        chain: Any = tree.propose_chain(tree.slots + 1).tokens
+        """Learn what the tree's chain of first choices would have taught if it had been drafted.
+
+        `text` is the tokens of the step. Slots after them were not tried.
+        """
+        chain: Any = tree.propose_chain(tree.slots + 1).tokens  # the anchor first
         comparable = min(tree.slots, len(text))
         accepted = 0
         while accepted < comparable and chain[1 + accepted] == text[accepted]:

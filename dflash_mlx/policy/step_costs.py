@@ -193,7 +193,7 @@ class CostCurve:
         """The cost of each number of rows at step `now`, in plain steps of one row."""
         if now >= self._expires and self._measured:
             self._correct(now)
-            self._expires = now + MAX_AGE // 8
+            self._expires = now + MAX_AGE // 8  # old steps are dropped about this often
         # Another thread may replace these attributes at any time.
         costs = self._costs
         line = self._line

@@ -73,16 +73,19 @@ def attention_keys(pairs: Pairs) -> list[str]:
 
 
 def _has_kernel(attention: nn.Module) -> bool:
-    called = calls_attention(attention) and has_key_projection(attention)
-    return called and head_size(attention) in HEAD_DIMS
+    """Whether our kernel can stand in for the attention that this module calls."""
+    can_replace = calls_attention(attention) and has_key_projection(attention)
+    return can_replace and head_size(attention) in HEAD_DIMS
 
 
 def _can_be_exact(layer: nn.Module | None, cache: Any) -> bool:
+    """Whether kernels can compute a layer's attention or recurrence, if it has one."""
     attention = attention_of(layer)
     if attention is None:
         return cache is None or isinstance(recurrence_of(layer), GatedDelta)
-    window = isinstance(cache, WindowCache) and not cache.keep
-    return (window or isinstance(cache, FullCache)) and _has_kernel(attention)
+    # A window that keeps the text's first rows is not one range of positions.
+    plain_window = isinstance(cache, WindowCache) and not cache.keep
+    return (plain_window or isinstance(cache, FullCache)) and _has_kernel(attention)
 
 
 def calls_attention(attention: nn.Module) -> bool:
@@ -93,7 +96,7 @@ def calls_attention(attention: nn.Module) -> bool:
 
 
 def attention_function(kernel_plan: KernelPlan | None) -> Callable[..., mx.array]:
-    """The replacement of mlx-lm's function: the kernel where it was chosen. One for all layers."""
+    """What all layers call in place of mlx-lm's function: our kernel where it was chosen."""
     if kernel_plan is None:
         return scaled_dot_product_attention
     kernel = kernel_plan.kernels.attention
@@ -190,20 +193,24 @@ def attend_each(
     in_slots = [
         stock(slots.take(queries), slot_keys, slot_values, None, scale, slot_mask, sinks)
         for slots, slot_keys, slot_values, slot_mask in zip(
-            rows.slot_rows, keys.in_slots, values.in_slots, mask.in_slots, strict=False
+            rows.slot_rows,  # also where this layer's keys are in no slots: then nothing is zipped
+            keys.in_slots,
+            values.in_slots,
+            mask.in_slots,
+            strict=False,
         )
     ]
     numbers = rows.without_slots if in_slots else range(len(rows.spans))
     parts = rows.split(queries, 2) if numbers else []
     outputs = []
     for number in numbers:
-        held = None if cache is None else cache.parts[number]
+        request_cache = None if cache is None else cache.parts[number]
         outputs.append(
             stock(
                 parts[number],
                 keys.parts[number],
                 values.parts[number],
-                held,
+                request_cache,
                 scale,
                 mask.parts[number],
                 sinks,

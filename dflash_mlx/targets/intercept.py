@@ -135,9 +135,9 @@ class Interception:
         if parts.norm_runs_once:
             self._override(parts.norm, self._norm)
         inner = backbone(text_model(model))
-        forward = getattr(type(inner).__call__, "__globals__", {})
-        if QUERY_SCALE in forward:
-            self._override(inner, self._scaled(forward[QUERY_SCALE]))
+        model_globals = getattr(type(inner).__call__, "__globals__", {})
+        if QUERY_SCALE in model_globals:
+            self._override(inner, self._scaled(model_globals[QUERY_SCALE]))
 
     def _override(self, module: nn.Module, make: Callable[[Call], Call]) -> None:
         """Override a module, once."""
@@ -287,8 +287,8 @@ class Interception:
         ours = mla.indexer(stock)
 
         def call(indexer: nn.Module, x: mx.array, residual: Any, mask: Any, cache: Any) -> Any:
-            shared = isinstance(mask, PerRequest)
-            return (ours if shared else stock)(indexer, x, residual, mask, cache=cache)
+            read = ours if isinstance(mask, PerRequest) else stock
+            return read(indexer, x, residual, mask, cache=cache)
 
         return call
 
@@ -301,7 +301,8 @@ def _rotate(stock: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: An
         positions = offset.flatten()
     else:
         raise TypeError("The model does not rotate each row by its position.")
-    # Rows on the batch axis: there each may have its own position.
+    # A rotation takes one position for each entry of the batch axis. Stacked requests are there
+    # already; other rows are moved there and back.
     if len(x) > 1:
         return stock(x, offset=positions, **settings)
     return stock(x.swapaxes(0, -2), offset=positions, **settings).swapaxes(0, -2)

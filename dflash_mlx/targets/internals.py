@@ -123,10 +123,10 @@ def ssm_step(
     mixer: Any, x: mx.array, b: mx.array, c: mx.array, dt: mx.array, state: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     """One row of a Mamba-2 layer's recurrence by its own code: the output [B, 1, C], the state."""
-    held = ArraysCache(2)
-    held[1] = state
-    out = mixer._ssm(x, b, c, dt, held, None)
-    return out, held[1]
+    cache = ArraysCache(2)  # the convolution's inputs, which `_ssm` does not read, and the state
+    cache[1] = state
+    out = mixer._ssm(x, b, c, dt, cache, None)
+    return out, cache[1]
 
 
 def uses_no_positions(layer: nn.Module) -> bool:

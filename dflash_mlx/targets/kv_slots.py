@@ -25,11 +25,11 @@ from .caches import FullCache
 from .span import Span
 
 STEP = FullCache.step  # rows of the smallest slot
-SPARE = 4  # an array grows by this part of its slots, so that most entries copy no other rows
+SPARE = 4  # an array grows by a quarter of its slots, so that most new requests copy no others
 
 
 def capacity_for(rows: int) -> int:
-    """Rows of the slot of a request with so many rows."""
+    """The capacity of the slot of a request with so many rows: the next STEP * 2^n."""
     return STEP << (max(0, rows - 1) // STEP).bit_length()
 
 
@@ -165,6 +165,7 @@ class SlotArray:
         compute([rows for *_, rows in moved])  # else x is copied, as it is still being read
         for x, first, rows in moved:
             x[first : first + len(rows)] = rows
+        # All arrays have the same number of slots, so one tells whether most of them are free.
         if self.layers and 2 * count * self._sizes[0][0] < len(self.layers[0][0]):
             self.layers = [
                 [x[mx.arange(count * size)] for x, size in zip(pair, sizes, strict=True)]
@@ -191,9 +192,10 @@ class KVSlots:
     def arrange(self, spans: Sequence[Span]) -> None:
         """Move the requests that share the next forward into slots, and all others out of theirs.
 
-        Requests that cannot have one keep their own caches: new ones without any rows, those with
-        quantized keys, and those whose drafts were trees. So do all if the slots belong to others:
-        then this is the first step of new requests, while the others' step is under way.
+        Requests that cannot have a slot keep their own caches: new ones without any rows, those
+        with quantized keys, and those whose drafts were trees. If other requests have all slots,
+        these all keep their own caches too: this is their first step, while a step of the others
+        is running.
         """
         arrays = self._arrays.values()
         sessions = [span.session for span in spans]
@@ -207,8 +209,8 @@ class KVSlots:
         staying = {session for session in sessions if session.slot is not None}
         if not staying and any(array.sessions for array in arrays):
             return
-        held = [session for array in arrays for session in array.sessions]
-        for session in held:
+        with_slots = [session for array in arrays for session in array.sessions]
+        for session in with_slots:
             if session not in staying:
                 session.leave_slot()
         joining: dict[int, dict[Any, Sequence[FullCache]]] = {}

@@ -96,7 +96,7 @@ def find_parts(model: Any) -> ModelParts:
     entered = calls[places[0]][1] if places else embedded
     norm, head = _ending(calls[places[-1] + 1 :] if places else calls, embedded.shape[-1])
     layer_of_cache = [places_by_argument.get(id(cache)) for cache in caches]
-    if not ran:  # the model runs its layers' parts without calling the layers
+    if not ran:  # the model calls its layers' parts itself; its caches are in the layers' order
         layer_of_cache = [number % len(layers) for number in range(len(caches))]
     return ModelParts(
         embedding=embedding,
@@ -138,6 +138,7 @@ def _ending(calls: list[Call], width: int) -> tuple[Any, Any]:
     """The norm and the head in the calls after the last layer; None for one that is not there."""
     modules = [module for module, x, _ in calls if isinstance(x, mx.array) and x.shape[-1] == width]
     head = None
+    # A head's weight is a matrix, a norm's is a vector.
     if modules and getattr(modules[-1], "weight", mx.zeros(0)).ndim == 2:
         head = modules.pop()
     return modules[-1] if modules else None, head

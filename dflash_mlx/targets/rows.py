@@ -126,8 +126,8 @@ class Rows:
         """
         if self.is_prompt or self._tokens is not None:
             return False
-        only = self.spans[0].proposal
-        return self.is_shared or len(only) > 1 or not isinstance(only.tokens, mx.array)
+        first = self.spans[0].proposal
+        return self.is_shared or len(first) > 1 or not isinstance(first.tokens, mx.array)
 
     def part(self, first: int, end: int) -> Rows:
         """The rows of the requests from number `first` to `end`, for a forward of their own."""
@@ -199,7 +199,7 @@ class Rows:
         """The caches that the model gets: the only request's own, or stand-ins for those of all."""
         if not self.is_shared:
             return self.spans[0].session.cache
-        places = {number: place for place, number in enumerate(self._slot_layers)}
+        places = {number: place for place, number in enumerate(self._slot_layers)}  # in a slot
         caches = zip(*(span.session.cache for span in self.spans), strict=True)
         return [SharedCache(self, parts, places.get(number)) for number, parts in enumerate(caches)]
 
@@ -226,9 +226,10 @@ class Rows:
 
     @cached_property
     def offset(self) -> mx.array:
-        """Each row's position in its text, by depth in a tree; of each first row, if stacked.
+        """The position of each row in its request's text; if stacked, of each request's first row.
 
-        Its shape is one that only the ropes of `intercept` can use.
+        In a tree, it depends on the row's depth. The numbers lie along the first of `AXES` axes, so
+        that only the ropes of `intercept` can use them.
         """
         if self.is_stacked:
             positions = [span.position for span in self.spans]

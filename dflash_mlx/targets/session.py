@@ -93,7 +93,8 @@ class TargetSession:
         self.can_trace = can_trace(self.cache)
         self._rolls_back = all(cache.rolls_back for cache in self.cache)
         self._uncommitted: Proposal | None = None  # what the last forward has read
-        self._before: Checkpoint | None = None  # before it, where the kept rows run again
+        # The state before that forward, for caches whose kept rows have to run again.
+        self._before: Checkpoint | None = None
         self._read_trees = False
         self.slot: Any = None
         self.position = 0
@@ -111,9 +112,9 @@ class TargetSession:
             stops: positions at which a forward ends.
             most: the most tokens of the forward.
         """
-        ahead = (stop for stop in (end - LAST_STEP, *stops, end) if stop > self.position)
-        border = min(ahead)
-        return min(border, self.position + min(most, longest_step(), self.longest))
+        stops_ahead = (stop for stop in (end - LAST_STEP, *stops, end) if stop > self.position)
+        next_stop = min(stops_ahead)
+        return min(next_stop, self.position + min(most, longest_step(), self.longest))
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
         """Read a prompt, forward by forward; yields what `read` returns."""
@@ -160,7 +161,7 @@ class TargetSession:
         self.intact = False
         self._uncommitted = span.proposal
         for cache in self._windows:
-            if all_kept or self._target.steps.why_not is not None:
+            if all_kept or self._target.steps.why_not is not None:  # only traced steps need rings
                 cache.leave_ring()
             else:
                 cache.reserve(len(span))
@@ -231,7 +232,8 @@ class TargetSession:
                 if number not in in_slot:  # a slot's rows end at `position`
                     cache.commit(kept, len(proposal))
         self.advance(len(kept))
-        # A cache grows by SPAN rows when those of a step do not fit: once at most before this.
+        # A full cache moves to a buffer with SPAN more rows. Between two calls of `clear_cache` it
+        # does so once at most, so MLX holds no more than one of its old buffers.
         self._tokens_since_clear += len(kept)
         if self.slot is None and self._tokens_since_clear >= SPAN - len(proposal):
             mx.clear_cache()

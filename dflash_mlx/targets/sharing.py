@@ -21,7 +21,7 @@ from .tree_attention import why_no_trees
 
 
 def find_sharing(pairs: Pairs, exact: bool, last_rows: bool) -> SharedForward | None:
-    """What requests share, by the looks of a model's layers; None if one of them cannot.
+    """What requests share, judging by the model's layers; None if a layer takes one request only.
 
     Args:
         pairs: of the model.
@@ -36,12 +36,12 @@ def find_sharing(pairs: Pairs, exact: bool, last_rows: bool) -> SharedForward | 
         # MLA's latents have another attention.
         if isinstance(cache, FullCache) and not exact and not is_mla(layer)
     )
-    caches = sum(cache is not None for _, cache in pairs)
+    cache_count = sum(cache is not None for _, cache in pairs)
     recurrences = [recurrence_of(layer) for layer, _ in pairs]
     as_prefill = all(recurrence.as_prefill for recurrence in recurrences if recurrence is not None)
     as_prefill = as_prefill and not any(is_mla(layer) for layer, _ in pairs)
     reads_prompts = as_prefill and last_rows and not exact
-    return SharedForward(slot_layers, len(slot_layers) == caches, reads_prompts)
+    return SharedForward(slot_layers, len(slot_layers) == cache_count, reads_prompts)
 
 
 def _shares_rows(layer: nn.Module | None, cache: Any) -> bool:

@@ -79,8 +79,13 @@ class Span:
 
     @cached_property
     def tree_mask(self) -> TreeMask:
-        """Each row's position and ancestors, as the attention kernel reads them."""
-        ancestors = (self.paths[:, :, None] == mx.arange(len(self))).any(axis=1)
+        """The position and the ancestors of each row, as the attention kernel reads them.
+
+        In a chain, a row's ancestors are all rows before it.
+        """
+        # [N, deepest + 1, N]: whether row j is at this depth of row i's path.
+        is_on_path = self.paths[:, :, None] == mx.arange(len(self))
+        ancestors = is_on_path.any(axis=1)
         return TreeMask(self.position + self.depths, ancestors)
 
     def windows(self, size: int, held: int) -> mx.array:

@@ -44,7 +44,7 @@ class Taps:
             if not embedded:
                 # Gemma 4 adds the keys and values that later layers share.
                 x = result[0] if isinstance(result, tuple) else result
-            if x.ndim == 4:  # DeepSeek-V4.1's streams [N, S, hc, D]: equal embeddings first
+            if x.ndim == 4:  # DeepSeek-V4.1's streams [N, S, hc, D], which all begin equal
                 x = x[:, :, 0] if embedded else _sum_of_streams(*result[:2])
             outputs.append(x)
         return mx.concatenate(outputs, axis=-1)

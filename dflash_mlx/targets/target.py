@@ -78,8 +78,8 @@ class Target:
         self.config = config
         self.sampling_defaults: Mapping[str, Any] = {}
         self.context_length = int(text_config(config).get("max_position_embeddings") or 2**31)
-        wrong = f"{name}: the model that config.json describes does not run"
-        with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+        error_prefix = f"{name}: the model that config.json describes does not run"
+        with ErrorWrapper(ConfigError, error_prefix, MODEL_ERRORS):
             parts = find_parts(model)
         self.parts = parts
         self.layers = parts.layers
@@ -302,7 +302,10 @@ class Target:
         and the taps [1, S, K*D], which may still be lazy.
         """
         logits, taps = self.forward(Rows(spans, is_prompt=True), logits="last")
-        ends = [logits[n : n + 1] if span.ends_prompt else None for n, span in enumerate(spans)]
+        ends = [
+            logits[number : number + 1] if span.ends_prompt else None
+            for number, span in enumerate(spans)
+        ]
         held = [caches.arrays_of_all(span.session.cache) for span in spans]
         compute(held, [end for end in ends if end is not None])
         for span in spans:
@@ -340,7 +343,7 @@ class Target:
             self._check_mask(span)
         tapped = tapped.reshape(1, len(rows), tapped.shape[-1])
         if logits == "last":
-            all_logits = rows.last(all_logits)  # where the norm does not run once
+            all_logits = rows.last(all_logits)  # for models whose norm was not told to read those
         return all_logits.flatten(0, 1), tapped
 
     def _run(
@@ -356,7 +359,7 @@ class Target:
         return self._interception.run(self.model, ids, rows.caches(), taps, forward)
 
     def _split_by_forward(self, rows: Rows, sharing: SharedForward | None) -> Iterator[Rows]:
-        """The rows that share a forward of the model."""
+        """The rows in as many parts as the model needs forwards. No request's rows are split."""
         if not rows.is_shared:
             yield rows
             return
@@ -364,8 +367,8 @@ class Target:
         most = None if self.kernel_plan is None else self.kernel_plan.widest
         first = 0
         for end in range(1, len(widths) + 1):
-            is_last = sharing is None or end == len(widths)
-            if is_last or (most is not None and sum(widths[first : end + 1]) > most):
+            must_end = sharing is None or end == len(widths)
+            if must_end or (most is not None and sum(widths[first : end + 1]) > most):
                 whole = first == 0 and end == len(widths)
                 yield rows if whole else rows.part(first, end)
                 first = end

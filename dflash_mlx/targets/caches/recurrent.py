@@ -91,7 +91,7 @@ class RecurrentCache(ArraysCache):
         state = self._before
         nodes = [part.swapaxes(0, 1) for part in self.recorded]
         outputs = []
-        above = {-1: 0}  # a row's place among those of its depth
+        above = {-1: 0}  # the place of each row among those of the level above; -1 is before row 0
         for level in tree.levels:
             if state is not None:
                 state = state[mx.array([above[tree.parents[row]] for row in level])]
@@ -99,8 +99,9 @@ class RecurrentCache(ArraysCache):
             out, state = self._recurrence.step(convolved, gates, state)
             outputs.append(out)
             above = {row: place for place, row in enumerate(level)}
-        order = mx.argsort(mx.array([row for level in tree.levels for row in level]))
-        return mx.concatenate(outputs)[order].swapaxes(0, 1)
+        by_level = [row for level in tree.levels for row in level]
+        places = mx.argsort(mx.array(by_level))  # of each row in the outputs
+        return mx.concatenate(outputs)[places].swapaxes(0, 1)
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
         """Keep these rows: replay the recurrence over them from the state before."""

@@ -43,6 +43,7 @@ class WindowCache(RowCache, RotatingKVCache):
         """Move the rows into the ring, with places for so many more."""
         if self.keys is None or self.keep:
             return
+        # While the text is short, the ring grows by `step`. Both sizes are rounded up.
         full = self.max_size + max(rows, SPARE)
         full += -full % SPARE
         used = self.offset + rows
