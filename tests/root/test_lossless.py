@@ -129,7 +129,7 @@ def threads(target, drafter, settings):
 
 
 def pieces(target, drafter, settings):
-    """As on a GPU: the first layers of a verification are computed while the last ones are built."""
+    """As on a GPU: a verification's first layers are computed while its last ones are built."""
     early = target_of(target.model, target.name)
     early.dispatches_early = True
     return alone(early, drafter, settings)
