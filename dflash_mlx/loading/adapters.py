@@ -35,14 +35,14 @@ from .registry import Name, as_name
 
 FILE = "adapters.safetensors"
 PEFT_FILE = "adapter_model.safetensors"
-_PARTS = ("lora_a", "lora_b", "m")  # of an adapter's layers
+_PARTS = ("lora_a", "lora_b", "m")  # the tensors of an adapted layer in mlx-lm
 _KINDS = ("lora", "dora", "full")
-_OUTER = "base_model.model."
-# The end of a PEFT tensor's name -> the part of mlx-lm's layer. Embeddings have the later two.
+_OUTER = "base_model.model."  # begins the names of PEFT's tensors
+# The end of a PEFT tensor's name -> the tensor of mlx-lm's adapted layer.
 _PEFT_PARTS = {
     "lora_A.weight": "lora_a",
     "lora_B.weight": "lora_b",
-    "lora_embedding_A": "lora_a",
+    "lora_embedding_A": "lora_a",  # of an adapted embedding, like the next
     "lora_embedding_B": "lora_b",
     "lora_magnitude_vector": "m",
     "lora_magnitude_vector.weight": "m",
@@ -67,29 +67,31 @@ class Adapter:
         return "peft_type" in self.config
 
     def add_to(self, name: str, model: nn.Module) -> None:
-        """Put its layers into a target, in place.
+        """Add its layers to a target, in place.
 
         Raises `WeightsError` if it was made for another model, or is incomplete.
         """
-        wrong = f"{self.folder}: this adapter does not fit {name}"
-        with ErrorWrapper(WeightsError, wrong, LOADING_ERRORS):
+        error_prefix = f"{self.folder}: this adapter does not fit {name}"
+        with ErrorWrapper(WeightsError, error_prefix, LOADING_ERRORS):
             if self.is_peft:
-                _add_peft(self, wrong, model)
+                _add_peft(self, error_prefix, model)
             else:
-                self._add_mlx_lm(wrong, model)
+                self._add_mlx_lm(error_prefix, model)
         if on_cpu():
             model.set_dtype(mx.float32)
         model.eval()  # no dropout
 
-    def _add_mlx_lm(self, wrong: str, model: nn.Module) -> None:
-        from mlx_lm.tuner.utils import load_adapters  # here, because it imports mlx-lm's trainer
+    def _add_mlx_lm(self, error_prefix: str, model: nn.Module) -> None:
+        """Add layers that mlx_lm.lora stored. Raises `WeightsError` for one that is missing."""
+        # Imported only here, because it imports mlx-lm's trainer as well.
+        from mlx_lm.tuner.utils import load_adapters
 
         load_adapters(model, str(self.folder))
         if self.config.get("fine_tune_type") == "full":
             return
         for path, _ in tree_flatten(model.parameters()):
             if path.rpartition(".")[2] in _PARTS and path not in self.stored:
-                raise WeightsError(f"{wrong} (the tensor {path} is missing).")
+                raise WeightsError(f"{error_prefix} (the tensor {path} is missing).")
 
 
 def find_adapter(name: Name, hub: Hub) -> Adapter:
@@ -99,14 +101,15 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
     """
     name = as_name(name)
     with ErrorWrapper(ModelNotFoundError, f"No adapter {brief(name)}", PATH_ERRORS):
-        folder = user_path(name)
-        path_type = path_kind(folder)
+        path = user_path(name)
+        path_type = path_kind(path)
     if path_type is None:
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ModelNotFoundError(f"No adapter {name!r}: there is no such folder.")
-        folder = hub.fetch(name, [FILE, PEFT_FILE]).path
-    if path_type == "file" and (folder.parent / ADAPTER_CONFIG).is_file():
-        folder = folder.parent  # the name is that of the weights in the folder
+        path = hub.fetch(name, [FILE, PEFT_FILE]).path
+    # The user may name the file of the weights instead of its folder.
+    is_weights_file = path_type == "file" and (path.parent / ADAPTER_CONFIG).is_file()
+    folder = path.parent if is_weights_file else path
     kind, words = read_contents(folder)
     if kind != ADAPTER or not folder.is_dir():
         raise ModelNotFoundError(
@@ -151,8 +154,8 @@ def _check_peft(file: Path, config: Mapping[str, Any]) -> None:
         raise WeightsError(f"{file}: lora_alpha is {brief(config.get('lora_alpha'))}.")
 
 
-def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
-    """Put PEFT's layers into a model, in the form of mlx-lm's.
+def _add_peft(adapter: Adapter, error_prefix: str, model: nn.Module) -> None:
+    """Add PEFT's layers to a model, converted to mlx-lm's.
 
     Raises `WeightsError` for a tensor that belongs to no layer.
     """
@@ -163,7 +166,7 @@ def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
     saved: dict[str, mx.array] = {}
     for name, array in weights.items():
         inner = name.removeprefix(_OUTER)
-        end = None  # the part of an adapter's layer that the tensor is, such as lora_A.weight
+        end = None  # of the name, such as lora_A.weight; None for a whole weight of the model
         for part in _PEFT_PARTS:
             if name.endswith(f".{part}"):
                 end = part
@@ -173,10 +176,10 @@ def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
             layer_name = inner.removesuffix(f".{end}")
         path = _path_in(modules, layer_name)
         if path is None:
-            raise WeightsError(f"{wrong} (the tensor {name} has no place in it).")
+            raise WeightsError(f"{error_prefix} (the tensor {name} has no place in it).")
         if end is not None:
             parts.setdefault(path, {})[_PEFT_PARTS[end]] = array.T if array.ndim > 1 else array
-        else:  # of modules_to_save
+        else:  # PEFT's modules_to_save are trained and stored as a whole
             saved[f"{path}.{parameter}"] = array
     model.load_weights(list(saved.items()), strict=False)
     layers = [
@@ -187,7 +190,7 @@ def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
 
 
 def _path_in(modules: Mapping[str, nn.Module], stem: str) -> str | None:
-    """The path of a module in mlx-lm's model, by its name in transformers'."""
+    """The path in mlx-lm's model of a module that transformers calls `stem`; None without one."""
     spellings = (
         stem,
         f"language_model.{stem}",
@@ -216,14 +219,17 @@ def _peft_layer(
         if part not in parts:
             raise WeightsError(f"{path} has no {part}")
     rank = parts["lora_a"].shape[-1]
+    # A layer has an alpha of its own if a pattern matches its name.
     patterns = config.get("alpha_pattern") or {}
     alphas = [value for name, value in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", path)]
     alpha = alphas[0] if alphas else config["lora_alpha"]
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    scale = alpha / divisor
     layer: nn.Module = layer_class.from_base(base, r=rank, scale=scale)
-    shapes = dict(tree_flatten(layer.parameters()))
+    expected = dict(tree_flatten(layer.parameters()))
     for part, array in parts.items():
-        if array.shape != shapes[part].shape:
-            raise WeightsError(f"{path}.{part} is {array.shape} and not {shapes[part].shape}")
+        shape = expected[part].shape
+        if array.shape != shape:
+            raise WeightsError(f"{path}.{part} is {array.shape} and not {shape}")
     layer.load_weights(list(parts.items()), strict=False)
     return layer

@@ -80,8 +80,8 @@ def build_model(name: object, config: Config) -> nn.Module:
     Raises:
         ConfigError: this mlx-lm has no such model, or ignores a field that changes it.
     """
-    wrong = f"{name}: mlx-lm {version('mlx-lm')} cannot run it"
-    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
+    error_prefix = f"{name}: mlx-lm {version('mlx-lm')} cannot run it"
+    with ErrorWrapper(ConfigError, error_prefix, LOADING_ERRORS):
         config = normalize_rope_fields(config)
         model_class, arguments = classes_of(config)
         model: nn.Module = model_class(arguments.from_dict(config))
@@ -117,7 +117,7 @@ def _ignored_fields(model: nn.Module, text: Config) -> Iterable[str]:
     """The fields of a language model's config that would change it, but that its classes ignore."""
     paths = " ".join(path for path, _ in model.named_modules())
     has_experts = any(word in paths for word in _EXPERT_MODULES)
-    for table, neutral in (("switches", None), ("factors", 1)):
+    for table, neutral in (("switches", None), ("factors", 1)):  # `neutral` changes nothing
         for field in _table()[table]:
             value: Any = text.get(field) or neutral
             if value == neutral or computes(model, table, field):
@@ -165,6 +165,7 @@ def cap_context(name: object, model: nn.Module, config: Config) -> Config:
         limits["sliding window"] = text.get("sliding_window")
     has_tuning = text.get("attn_temperature_tuning")
     if has_tuning and not computes(model, "other", "attn_temperature_tuning"):
+        # The temperature is 1 at the tokens before this one. 8192 is Llama 4's default.
         limits["attention temperature"] = (text.get("floor_scale") or 8192) - 1
     valid = [(limit, feature) for feature, limit in limits.items() if is_positive(limit)]
     limit, feature = min(valid, default=(None, None))

@@ -21,7 +21,7 @@ DRAFTER = "drafter"
 ADAPTER = "adapter"
 OTHER = "other"
 ADAPTER_CONFIG = "adapter_config.json"
-BEGINNING = 4096  # bytes
+BEGINNING = 4096  # bytes of a file that are read to recognize it
 _MAX_HEADER = 2**26  # bytes of a safetensors header
 _GGUF = b"GGUF"
 # First bytes -> what a file is.
@@ -53,9 +53,8 @@ _GGUF_TYPES = {
 _DRAFTS = re.compile(r"draft|dflash|dspark|eagle-?3|medusa|speculator|lilicorr", re.IGNORECASE)
 # Targets may also have these: a block of diffusion, a kind of layer.
 _WEAK_FIELDS = frozenset({"block_size", "mask_token_id"})
-_HEAD = re.compile(r"(^|\.)(hidden_norm|fc|d2t|lora_[abAB])\b")
-
-
+# The part of a tensor's name by which weights are recognized as a drafter's or an adapter's.
+_TELLING_PART = re.compile(r"(^|\.)(hidden_norm|fc|d2t|lora_[abAB])\b")
 _BINARY = "a binary file of an unknown kind"
 _TEXT = "a text file"
 _JSON = "a JSON file"
@@ -131,8 +130,7 @@ def _of_folder(path: Path) -> Contents:
         return Contents(ADAPTER, "an adapter of mlx_lm.lora")
     if (path / "model_index.json").is_file():
         return Contents(OTHER, "a pipeline of diffusers")
-    names = {file.suffix for file in path.iterdir()}
-    if not names:
+    if not any(path.iterdir()):
         return Contents(OTHER, "an empty folder")
     if (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file():
         return Contents(OTHER, "a folder with a tokenizer, and no config.json in it")
@@ -147,6 +145,7 @@ def _of_gguf(path: Path) -> Contents:
     except (ImportError, DFlashError):  # loading names what is wrong
         return Contents(MODEL, "a GGUF file")
     architecture = str(metadata.get("general.architecture"))[:40]
+    # Projectors for images may name only their architecture.
     kind = "mmproj" if architecture == "clip" else metadata.get("general.type")
     if kind in _GGUF_TYPES:
         contents_kind, words = _GGUF_TYPES[kind]
@@ -157,15 +156,19 @@ def _of_gguf(path: Path) -> Contents:
 
 
 def _is_safetensors(start: bytes) -> bool:
+    """Whether a file begins with a header's plausible length (8 bytes) and a JSON object."""
     return len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**40
 
 
 def _of_safetensors(path: Path) -> Contents:
-    """By the names in the header: the folder's config.json says more, where there is one."""
+    """What weights are, by the tensor names in their header.
+
+    Where the folder has a config.json, that says more.
+    """
     with suppress(OSError, ValueError), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         names = json.loads(file.read(min(size, _MAX_HEADER)))
-        marks = {match[2] for match in map(_HEAD.search, names) if match}
+        marks = {match[2] for match in map(_TELLING_PART.search, names) if match}
         if marks & {"lora_A", "lora_B"}:
             return Contents(ADAPTER, "weights of a PEFT adapter (safetensors)")
         if marks & {"lora_a", "lora_b"}:
@@ -185,7 +188,8 @@ def _describe(start: bytes) -> str:
     try:
         text = start.decode(UTF8)
     except UnicodeDecodeError as error:
-        if error.start < len(start) - 4:  # else a character is cut
+        # In the last 4 bytes, only a character that `BEGINNING` cuts may be at fault.
+        if error.start < len(start) - 4:
             return _BINARY if b"\0" in start else "a file that is not UTF-8"
         text = start[: error.start].decode(UTF8)
     return _JSON if text.lstrip().startswith(("{", "[")) else _TEXT

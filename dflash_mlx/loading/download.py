@@ -113,7 +113,7 @@ def _show(process: Popen[bytes], name: str, blobs: Path, total: int) -> None:
 
 @contextmanager
 def explained(name: str, endpoint: str | None = None, offline: bool = False) -> Iterator[None]:
-    """Raise our error for one of the client's, about a repository."""
+    """Turn the hub client's errors about a repository into ours."""
     try:
         yield
     except FAILURES as error:
@@ -140,13 +140,16 @@ def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -
         return DownloadError(f"{name} is not downloaded, or not completely{why}{hint}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
-    if isinstance(error, HfHubHTTPError) or getattr(error, "filename", None):  # or of the disk
+    if isinstance(error, HfHubHTTPError) or getattr(error, "filename", None):  # a file's error
         return DownloadError(f"{name}: no answer from {hub} ({error_text(error)}); run this again.")
     return DownloadError(f"{name}: {unreachable}")
 
 
 def answer(settings: dict[str, Any]) -> dict[str, str]:
-    """Download with these settings of `snapshot_download`."""
+    """Download with these settings of `snapshot_download`.
+
+    Returns the folder, or the class and the message of our error.
+    """
     try:
         with explained(settings["repo_id"], settings["endpoint"]):
             return {"folder": snapshot_download(**settings)}

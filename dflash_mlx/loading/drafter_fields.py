@@ -48,18 +48,18 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     raw = _config_of_file(path) if folder is None else folder.config
     if needs_target(raw):
         target_fields = [ResolvedField(name, value, name) for name, value in raw.items()]
-        kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
-        return [ResolvedField("network", kind, "model_type"), *target_fields]
+        network_kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
+        return [ResolvedField("network", network_kind, "model_type"), *target_fields]
     if config_contents(raw).kind == MODEL:
-        from .mtp_loader import head_tensors  # these two start MLX
+        from .mtp_loader import head_tensors  # this import and the next start MLX
         from .target_loader import is_language_model
 
         if is_language_model(raw):
             names = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
-            model = [ResolvedField(name, text_config(raw)[name], name) for name in names]
+            model_fields = [ResolvedField(name, text_config(raw)[name], name) for name in names]
             count = 0 if folder is None else len(head_tensors(folder, raw))
             head = ResolvedField("MTP head", f"{count} tensors" if count else "none", "its tensors")
-            return [ResolvedField("network", "a draft model", "model_type"), *model, head]
+            return [ResolvedField("network", "a draft model", "model_type"), *model_fields, head]
     config = DraftConfig.from_dict(raw, str(path if folder is None else path / "config.json"))
     tensors = {} if folder is None else our_tensors(folder, config)
     if tensors:
@@ -97,6 +97,7 @@ def with_tensor_facts(config: DraftConfig, tensors: Mapping[str, StoredTensor]) 
     """A config completed from its tensors: they decide the draft vocabulary if it is left open."""
     if not config.sources.get("draft_vocab_size", "default").startswith("default"):
         return config
+    # d2t has a number for each token that can be drafted.
     drafted = tensors["d2t"].shape[:1] if "d2t" in tensors else ()
     source = {"draft_vocab_size": f"{'the' if drafted else 'no'} tensor d2t"}
     return replace(

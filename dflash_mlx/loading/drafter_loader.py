@@ -232,8 +232,8 @@ def _read(
 ) -> DFlash | MTPHead | Gemma4Assistant:
     """Make the network, head or assistant. Its weights are as stored, and not read yet."""
     folder = source.folder
-    wrong = f"{folder.path / 'config.json'}: no drafter can be made of it"
-    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
+    error_prefix = f"{folder.path / 'config.json'}: no drafter can be made of it"
+    with ErrorWrapper(ConfigError, error_prefix, LOADING_ERRORS):
         if target is None or source.kind == NETWORK:
             return read_drafter(folder, window, None if target is None else target.num_layers)
         if source.kind == HEAD:
@@ -267,6 +267,7 @@ def read_drafter(
         weights.pop("d2t", None)  # some EAGLE-3 files have one with only zeros
     load_as_stored(drafter, weights, f"{folder.path}: the weights do not fit the config,")
     if "d2t" in weights:
+        # For each token that can be drafted: its id in the vocabulary, minus its index here.
         offsets = np.array(weights["d2t"]).astype(np.int64)
         ids = set((offsets + np.arange(len(offsets))).tolist())
         vocabulary = config.vocab_size

@@ -33,8 +33,10 @@ GENERATION_CONFIG = "generation_config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 # A limit, because mlx-lm builds every layer before it compares the weights with the config.
 MAX_LAYERS = 4096
+# The sampling settings that generation_config.json may name.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TAGGED_FLOATS = ("Infinity", "-Infinity", "NaN")
+# Types of weights that are cast, or may be quantized, on load.
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
 _DTYPE_BITS = re.compile(r"\d+")
 # Files that mlx-lm and transformers open themselves.
@@ -123,8 +125,8 @@ class Folder:
             types |= {name: tensor.dtype for name, tensor in self.header(weights).items()}
         if not are_plain(types):
             return config
-        described = parts[0]["quantization_config"] or {}
-        method = described.get("quant_method", described.get("quant_algo"))
+        named = parts[0]["quantization_config"] or {}
+        method = named.get("quant_method", named.get("quant_algo"))
         warnings.warn(
             f"dflash-mlx: {self.path / 'config.json'} names a quantization ({brief(method)}), but "
             "the weights are plain: they are read as they are.",
@@ -312,7 +314,8 @@ class RemoteFolder(Folder):
         size = self._remote_bytes()
         if self.is_quantized:
             return size
-        weights = size // (1 if is_fp8(self.config) else 2)
+        bytes_per_weight = 1 if is_fp8(self.config) else 2
+        weights = size // bytes_per_weight
         if quantization is not None:
             return math.ceil(quantization.quantized_bytes(weights))
         return weights * (float_bytes or 2)
@@ -324,8 +327,8 @@ def read_tensors_of_file(file: Path) -> dict[str, StoredTensor]:
     Raises:
         WeightsError: it is not a safetensors file, or it is truncated.
     """
-    wrong = f"{file}: truncated, or not a safetensors file. Download it again"
-    with ErrorWrapper(WeightsError, wrong, (OSError, SafetensorError)):
+    error_prefix = f"{file}: truncated, or not a safetensors file. Download it again"
+    with ErrorWrapper(WeightsError, error_prefix, (OSError, SafetensorError)):
         check_file(file, WeightsError)
         with safe_open(file, "np") as stored:
             tensors = {}

@@ -51,6 +51,7 @@ class Hub:
     endpoint: str | None = None
     cache: Path | None = None
     offline: bool = False
+    # The files of a repository and their bytes, once the hub was asked for them.
     _listed: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -77,7 +78,7 @@ class Hub:
         copy = self.copy(name)
         if copy is not None or self.offline:
             return copy or self.fetch(name)
-        if hub_gguf(name) is not None:  # nothing is asked
+        if hub_gguf(name) is not None:  # the hub is asked only for the size, if that is needed
             return RemoteFolder(Path(name), name, partial(self.remote_bytes, name))
         folder = self._snapshot(name, ["config.json", INDEX])
         if not (folder / "config.json").is_file() and self._gguf_types(name):
@@ -92,7 +93,7 @@ class Hub:
         Args:
             name: the repository, or the file in it.
             weights: patterns of the weight files, if others are not needed.
-            update: asks the hub for a newer revision than a complete copy's.
+            update: ask the hub for a newer revision even if there is a complete copy.
 
         Raises:
             ModelNotFoundError: the hub has no such repository, or it has no such file.
@@ -107,9 +108,11 @@ class Hub:
         patterns = _gguf_files(gguf[1])
         folder = self._snapshot(gguf[0], patterns)
         files = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
-        files = [file for file in files if not file.name.startswith("mmproj")]  # of images
+        # Projectors for images are not the model.
+        files = [file for file in files if not file.name.startswith("mmproj")]
         if not files:
             raise self._no_gguf(*gguf)
+        # The plainest name, or the first part of a split file.
         return GGUFFile(min(files, key=lambda file: (len(file.name), file.name)), name)
 
     def copy(self, name: str) -> Folder | None:
@@ -135,7 +138,7 @@ class Hub:
         copy = self.copy(name)
         if copy is None:
             return None
-        files = list(copy.path.rglob("*")) or copy.files  # below a folder, or of a GGUF file
+        files = list(copy.path.rglob("*")) or copy.files  # a GGUF file has none below it
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def copies(self) -> dict[str, int]:
@@ -181,6 +184,7 @@ class Hub:
 
     @property
     def _where(self) -> dict[str, Any]:
+        """The hub and the cache, as arguments of huggingface-hub's functions."""
         return {"endpoint": self.endpoint, "cache_dir": str(self.folder)}
 
     def _sizes(self, name: str) -> dict[str, int]:

@@ -40,7 +40,7 @@ from ..targets import Target, attention
 from ..targets.caches import FullCache
 from ..targets.internals import attention_of, has_key_projection, head_size, key_heads
 
-DRAFTER_SECONDS = 1.0  # of a drafter's stopwatch
+DRAFTER_SECONDS = 1.0  # for timing a drafter's layers
 PROMPT = 40  # tokens before the rows that `check_exact` compares
 
 
@@ -49,7 +49,8 @@ def use_kernels(
 ) -> Target:
     """Run a target's layers on our kernels where they are faster on this machine.
 
-    A target that was not timed yet is timed, and the result is saved. Without a `stopwatch`, the
+    `exact` says whether decoding must be exact; None decides for it where it costs nothing. A
+    target that was not timed yet is timed, and the result is saved. Without a `stopwatch`, the
     kernels of an emulator run only in exact decoding. Every launch is checked before its first use.
     If a check fails, MLX's kernel runs with a warning, or exact decoding raises `KernelError`.
 
@@ -95,7 +96,10 @@ def forms(target: Target) -> list[str]:
 
 
 def candidates(target: Target, tensor_units: bool = False) -> Rows:
-    """All rows, for whatever our kernels can run, including `tensor_units`."""
+    """All row counts for each form of a layer that our kernels can run.
+
+    With `tensor_units`, the forms for kernels that use these are included.
+    """
     keys = [key for group in chosen_together(target.model, target.config) for key in group]
     keys += [tensor_key(key) for key in keys if tensor_units]
     forms_of_attention = attention.attention_keys(target.pairs())
@@ -204,6 +208,7 @@ def check_rows(target: Target) -> None:
 
     Raises `KernelError` for a row that differs: drafted text would not be the plain text.
     """
+    # Any fixed tokens, spread over the vocabulary.
     ids = [(7919 * i + 13) % target.vocab_size for i in range(PROMPT + WIDEST)]
     prompt = ids[:PROMPT]
     rows = ids[PROMPT:]

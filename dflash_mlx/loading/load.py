@@ -203,8 +203,8 @@ def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
         if with_lookup and network in (LOOKUP, NONE):
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
         return network, with_lookup
-    known = known_drafter(name)
-    return known or LOOKUP, known is not None
+    registered = known_drafter(name)
+    return registered or LOOKUP, registered is not None
 
 
 @contextmanager

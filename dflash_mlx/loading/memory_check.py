@@ -52,11 +52,12 @@ def fits(
         mac: whether the target runs on a Mac.
     """
     limit = usable_bytes() - other_bytes
-    if size * (1 if quantized or mac else 2) <= limit:
+    growth = 1 if quantized or mac else 2  # on a CPU, two bytes become four
+    if size * growth <= limit:
         return YES
     if quantized:
         return NO
-    for bits in (8, 4):
+    for bits in (8, 4):  # of size / 2 weights
         if Quantization(bits, 64).quantized_bytes(1) * size / 2 <= limit:
             return f"with --target-bits {bits}"
     return NO

@@ -43,8 +43,8 @@ def head_tensors(folder: Folder, config: Config) -> dict[str, StoredTensor]:
             if name.startswith(prefix):
                 tensors[name.removeprefix(prefix)] = tensor
                 break
-    [fuse] = [theirs for theirs, ours in layout.names.items() if ours == "fc."]
-    fuse_tensor = tensors.get(f"{fuse}weight")
+    [fuse_name] = [theirs for theirs, ours in layout.names.items() if ours == "fc."]
+    fuse_tensor = tensors.get(f"{fuse_name}weight")
     width = text_config(config).get("hidden_size")
     if fuse_tensor is None or fuse_tensor.shape[:1] != (width,):
         return {}
@@ -89,15 +89,15 @@ def read_head(folder: Folder, target: Target) -> MTPHead:
     layout = LAYOUTS[target.config["model_type"]]
     head = MTPHead(target, layout)
     stored = load_tensors(tensors)
-    wrong = f"{folder.path}: the tensors of its MTP head cannot be read"
-    with ErrorWrapper(WeightsError, wrong, LOADING_ERRORS):
+    error_prefix = f"{folder.path}: the tensors of its MTP head cannot be read"
+    with ErrorWrapper(WeightsError, error_prefix, LOADING_ERRORS):
         weights = dict(_ours(layout, without_fp8(stored), target))
     if layout.zero_centred and not stands_alone(folder):
         _centre(weights)
     load_as_stored(
         head,
         weights=weights,
-        wrong=f"{folder.path}: of its MTP head,",
+        error_prefix=f"{folder.path}: of its MTP head,",
         published=lambda name: _published(layout, name, target.config),
     )
     return head
@@ -134,6 +134,7 @@ def _ours(
     """The tensors by our names, those of decoder layers in mlx-lm's form."""
     layers: dict[str, dict[str, mx.array]] = {}
     for name, tensor in stored.items():
+        # The prefix in the layout that the name begins with; the whole name if there is none.
         theirs = next(start for start in (*layout.names, name) if name.startswith(start))
         ours = layout.names.get(theirs)
         if theirs not in layout.names:

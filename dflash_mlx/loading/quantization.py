@@ -35,8 +35,6 @@ _MODES = {
 }
 # A drafter with more parameters is loaded in 4 bits if its target is quantized.
 LARGE_DRAFTER = 10**9
-
-
 # Suffixes of tensor names that only packed weights have, in any library's format.
 _PACKED_SUFFIXES = (
     ".qweight",
@@ -47,7 +45,7 @@ _PACKED_SUFFIXES = (
     "absmax",
 )
 _PLAIN = {"F64", "F32", "F16", "BF16"}
-_MODELOPT = "NVFP4"
+_MODELOPT_ALGORITHM = "NVFP4"
 
 
 def read_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | None:
@@ -63,9 +61,9 @@ def read_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | 
     algorithm = settings["quant_algo"]
     if algorithm is None:
         return None
-    if algorithm != _MODELOPT:
+    if algorithm != _MODELOPT_ALGORITHM:
         raise ConfigError(
-            f"{file}: quant_algo is {brief(algorithm)}; only {_MODELOPT} can be loaded."
+            f"{file}: quant_algo is {brief(algorithm)}; only {_MODELOPT_ALGORITHM} can be loaded."
         )
     return {"quant_method": "modelopt", **settings}
 

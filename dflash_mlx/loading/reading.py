@@ -93,7 +93,8 @@ def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             for axis in (-2, -1):
                 size = floats.shape[axis]
                 blocks = scales.shape[axis]
-                block = 1 << (-(-size // blocks) - 1).bit_length()  # the last block may be smaller
+                least = -(-size // blocks)  # elements of a block, if all are of one size
+                block = 1 << (least - 1).bit_length()  # a power of two; the last may be smaller
                 scales = mx.repeat(scales, block, axis)
             scales = scales[..., : floats.shape[-2], : floats.shape[-1]]
         converted[name] = (floats * scales).astype(mx.bfloat16)
@@ -103,7 +104,7 @@ def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def load_as_stored(
     drafter: nn.Module,
     weights: Mapping[str, mx.array],
-    wrong: str,
+    error_prefix: str,
     published: Callable[[str], str] = str,
 ) -> None:
     """Load the weights of a drafter, lazily. Layers that are stored quantized become quantized.
@@ -111,7 +112,7 @@ def load_as_stored(
     Args:
         drafter: the network, changed in place.
         weights: the tensors by our names.
-        wrong: the beginning of error messages.
+        error_prefix: the beginning of error messages.
         published: returns the name of a tensor in its file, given our name.
 
     Raises:
@@ -123,22 +124,24 @@ def load_as_stored(
             return False
         columns = module.weight.shape[-1]
         scales = weights[f"{name}.scales"]
+        # Codes are packed in words of 32 bits.
         bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
         group_size = columns // scales.shape[-1]
         mode = stored_mode(bits, group_size, scales.dtype == mx.uint8)
         return {"bits": bits, "group_size": group_size, "mode": mode}
 
-    with ErrorWrapper(WeightsError, f"{wrong} the quantized weights cannot be used", MLX_ERRORS):
+    quantized_prefix = f"{error_prefix} the quantized weights cannot be used"
+    with ErrorWrapper(WeightsError, quantized_prefix, MLX_ERRORS):
         nn.quantize(drafter, class_predicate=stored_as)
     expected = dict(tree_flatten(drafter.parameters()))
     for name in sorted(expected.keys() ^ weights.keys()):
         problem = "is missing" if name in expected else "has no place in it"
-        raise WeightsError(f"{wrong} the tensor {published(name)} {problem}.")
+        raise WeightsError(f"{error_prefix} the tensor {published(name)} {problem}.")
     for name, tensor in weights.items():
         shape = expected[name].shape
         if tensor.shape != shape:
             problem = f"is {tensor.shape} and not {shape}"
-            raise WeightsError(f"{wrong} the tensor {published(name)} {problem}.")
+            raise WeightsError(f"{error_prefix} the tensor {published(name)} {problem}.")
     drafter.load_weights(list(weights.items()))
 
 

@@ -193,9 +193,9 @@ def _base_models(name: str) -> list[str]:
 def known_facts(drafter: str) -> KnownDrafter | None:
     """What the registry says of a drafter, by its repository."""
     for pair in pairs():
-        for known in pair.drafters:
-            if known.drafter == drafter:
-                return known
+        for facts in pair.drafters:
+            if facts.drafter == drafter:
+                return facts
     return None
 
 
@@ -240,25 +240,26 @@ def nearest(name: str) -> list[str]:
     before the target.
     """
 
-    def last(name: str) -> str:
-        return name.rstrip("/").rpartition("/")[2].lower()
+    def last_part(path: str) -> str:
+        return path.rstrip("/").rpartition("/")[2].lower()
 
     names = known_names()
-    same = [known for known in names if last(name) and last(known) == last(name)]
+    wanted = last_part(name)
+    same = [known_name for known_name in names if wanted and last_part(known_name) == wanted]
     if same:
         return [] if name in same else _with_conversions(same)
     by_key = {}
-    for known in names:
-        by_key[known.lower()] = known
-        by_key[last(known)] = known
+    for known_name in names:
+        by_key[known_name.lower()] = known_name
+        by_key[last_part(known_name)] = known_name
     close = get_close_matches(name.lower(), by_key, n=_SUGGESTIONS, cutoff=_SIMILARITY)
     if not close:
-        close = get_close_matches(last(name), by_key, n=_SUGGESTIONS, cutoff=_SIMILARITY)
+        close = get_close_matches(wanted, by_key, n=_SUGGESTIONS, cutoff=_SIMILARITY)
     return _with_conversions([by_key[key] for key in close])
 
 
 def _with_conversions(names: list[str]) -> list[str]:
-    """The first of these names. The conversion of a target comes before the target."""
+    """These names, each after its target's conversion; the first `_SUGGESTIONS` of all."""
     conversions = {target: pair.download for pair in pairs() for target in pair.targets}
     candidates = []
     for name in names:
@@ -298,7 +299,7 @@ def local_path(name: str, part: Part = "target") -> Path | None:
     if kind == "file" and (is_gguf or _is_gguf(path)):
         return path
     if kind == "file" and path.match("model*.safetensors") and _has_config(path.parent):
-        return path.parent  # its only model
+        return path.parent  # the folder's only model
     if kind:
         raise ModelNotFoundError(
             f"No model {name!r}: it is {read_contents(path).words}; {_advice(path, part)}."

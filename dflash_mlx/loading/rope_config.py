@@ -84,15 +84,16 @@ def apply_ignored_rotations(name: object, model: nn.Module, config: Config) -> l
         attentions = {path: modules[path.rpartition(".")[0]] for path in ropes}
         if all(_turns_whole_heads(rope, attentions[path]) for path, rope in ropes.items()):
             left_out.append("partial_rotary_factor")
-    plain = set(map(type, ropes.values())) == {nn.RoPE}
-    bases = {rope.base for rope in ropes.values()} if plain else set()
-    if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
+    is_plain = set(map(type, ropes.values())) == {nn.RoPE}
+    bases = {rope.base for rope in ropes.values()} if is_plain else set()
+    theta = rotation.get("rope_theta")
+    if is_plain and is_positive(theta) and theta not in bases:
         left_out.append("rope_theta")
     scaling = find_scaling(text)
     if scaling is None:
         return left_out
     if not _reads_scaling(config):
-        if scaling_kind(scaling) in _SCALED and plain:
+        if scaling_kind(scaling) in _SCALED and is_plain:
             _scale(model, ropes=ropes, scaling=scaling, length=text.get("max_position_embeddings"))
         else:
             left_out.append("rope_scaling")
@@ -129,9 +130,11 @@ def _set_longrope(name: object, model: nn.Module, scaling: Config, text: Config)
     ropes = [rope for rope in model.modules() if isinstance(rope, SuScaledRoPE)]
     if not ropes or scaling_kind(scaling) not in _LONGROPE:
         return
-    nested = scaling.get("original_max_position_embeddings")
-    original = nested or text.get("original_max_position_embeddings")
-    original = original or ropes[0].original_max_position_embeddings
+    original = (
+        scaling.get("original_max_position_embeddings")
+        or text.get("original_max_position_embeddings")
+        or ropes[0].original_max_position_embeddings
+    )
     length = text.get("max_position_embeddings") or original
     part = "short" if length <= original else "long"
     factors = {name: scaling.get(f"{name}_factor", 1.0) for name in ("short", "long")}
@@ -139,10 +142,10 @@ def _set_longrope(name: object, model: nn.Module, scaling: Config, text: Config)
     amplitude = 1.0
     if stretch > 1:
         amplitude = math.sqrt(1 + math.log(stretch) / math.log(original))
-    given = scaling.get(f"{part}_mscale") or scaling.get("attention_factor")
+    configured_amplitude = scaling.get(f"{part}_mscale") or scaling.get("attention_factor")
     for rope in ropes:
         ratio = mx.array(factors[part]) / mx.array(factors["long"])
-        rescale_longrope(rope, ratio, given or amplitude)
+        rescale_longrope(rope, ratio, configured_amplitude or amplitude)
     if part == "long" and factors["short"] != factors["long"]:
         warnings.warn(
             f"dflash-mlx: {name} rotates by longrope's long factors at any length, as mlx-lm and "
@@ -199,8 +202,8 @@ def _unscaled(text: Config) -> Config:
     fields: Config = {"rope_scaling": None}
     parameters = text.get("rope_parameters")
     if isinstance(parameters, dict):
-        plain = ("rope_theta", "partial_rotary_factor")
-        kept = {name: parameters[name] for name in plain if name in parameters}
+        names = ("rope_theta", "partial_rotary_factor")
+        kept = {name: parameters[name] for name in names if name in parameters}
         fields["rope_parameters"] = {"type": "default"} | kept
     return fields
 
@@ -208,13 +211,13 @@ def _unscaled(text: Config) -> Config:
 def _reads_scaling(config: Config) -> bool:
     """Whether mlx-lm's layers use the scaling: without it, they would compute something else."""
     model_class, arguments = classes_of(config)
-    plain = with_text(config, _unscaled(text_config(config)))
+    unscaled_config = with_text(config, _unscaled(text_config(config)))
     try:
         scaled_state = _state(model_class(arguments.from_dict(config)))
-        plain_state = _state(model_class(arguments.from_dict(plain)))
+        unscaled_state = _state(model_class(arguments.from_dict(unscaled_config)))
     except (AttributeError, KeyError, TypeError, ValueError):
         return True  # the class cannot do without the field, so it reads it
-    return scaled_state != plain_state
+    return scaled_state != unscaled_state
 
 
 def _state(model: nn.Module) -> list[Any]:

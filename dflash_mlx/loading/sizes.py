@@ -102,6 +102,7 @@ class ModelSize:
             multiply_dense = chip.multiply_seconds(ROWS, GB * self.dense)
             if self.experts:
                 # Our kernels read an expert once for all rows that use it.
+                # The share of experts that no row chooses, if rows choose at random.
                 unused = (1 - self.chosen / self.experts) ** ROWS
                 used_experts = self.experts * (1 - unused)
                 multiply_expert = chip.multiply_seconds(EXPERT_ROWS, GB * self.expert)

@@ -138,8 +138,8 @@ def read_target(folder: Folder) -> tuple[nn.Module, dict[str, Any]]:
     """
     for file in folder.files:
         load_file(file)  # so that an error about a file does not blame the config
-    wrong = f"{folder.path / 'config.json'}: mlx-lm cannot load it"
-    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
+    error_prefix = f"{folder.path / 'config.json'}: mlx-lm cannot load it"
+    with ErrorWrapper(ConfigError, error_prefix, LOADING_ERRORS):
         own_config = deepcopy(folder.config)  # some classes change their arguments
         config = normalize_rope_fields(own_config)
         # mlx-lm reads every weight file in a folder, so it gets one with those of the index only.
@@ -150,7 +150,7 @@ def read_target(folder: Folder) -> tuple[nn.Module, dict[str, Any]]:
             model, config = load_model(
                 Path(view), lazy=True, model_config=config, get_model_classes=_classes_reading_fp8
             )
-        model.__dict__.pop("sanitize", None)
+        model.__dict__.pop("sanitize", None)  # set by `_classes_reading_fp8`
         apply_ignored_fields(folder.name, model, config)
         return model, cap_context(folder.name, model, config)
 
@@ -178,8 +178,8 @@ def check_runs(target: Target) -> None:
         ConfigError: the forward fails or returns NaN.
         WeightsError: it returns NaN because weights are NaN or infinite.
     """
-    wrong = f"{target.name}: the model that config.json describes does not run"
-    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
+    error_prefix = f"{target.name}: the model that config.json describes does not run"
+    with ErrorWrapper(ConfigError, error_prefix, LOADING_ERRORS):
         session = target.start()
         for _ in session.prefill([0, 0]):
             pass
@@ -190,7 +190,7 @@ def check_runs(target: Target) -> None:
         damaged = damaged_weights(target.model)
         if damaged:
             raise WeightsError(f"{target.name}: {damaged}. Download it again.")
-        raise ConfigError(f"{wrong} (its logits are NaN).")
+        raise ConfigError(f"{error_prefix} (its logits are NaN).")
 
 
 def damaged_weights(model: nn.Module) -> str:

@@ -77,11 +77,12 @@ def read_tokenizer(folder: Folder) -> Any:
 
 
 def _load(path: Path, folder: Folder) -> Any:
+    """mlx-lm's tokenizer of the files in `path`, with the end tokens of a model's folder."""
     # Otherwise transformers asks at the terminal whether to run the model's own code, and warns
     # of texts that the target can read.
     extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
-    wrong = f"{folder.path}: the tokenizer cannot be read"
-    with ErrorWrapper(ConfigError, wrong, TOKENIZER_FILE_ERRORS):
+    error_prefix = f"{folder.path}: the tokenizer cannot be read"
+    with ErrorWrapper(ConfigError, error_prefix, TOKENIZER_FILE_ERRORS):
         return load_tokenizer(path, extra, eos_token_ids=folder.end_tokens)
 
 
@@ -138,10 +139,12 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
     pairs = []
     for token, rank in ranks.items():
         for middle in range(1, len(token)):
-            left = ranks.get(token[:middle])
-            right = ranks.get(token[middle:])
-            if left is not None and right is not None:
-                pairs.append((rank, left, right, token[:middle], token[middle:]))
+            left = token[:middle]
+            right = token[middle:]
+            left_rank = ranks.get(left)
+            right_rank = ranks.get(right)
+            if left_rank is not None and right_rank is not None:
+                pairs.append((rank, left_rank, right_rank, left, right))
     return [(_letters(left), _letters(right)) for *_, left, right in sorted(pairs)]
 
 

@@ -21,12 +21,14 @@ from .header import Header
 from .layout import Config
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3_LENGTH = 8192
+_LLAMA3_LENGTH = 8192  # tokens of the texts that Llama 3 was first trained with
 ROPE_DIVISORS = "rope_freqs.weight"
 LONG = "rope_factors_long.weight"
 SHORT = "rope_factors_short.weight"
+# Architectures that may rotate only a part of each head.
 _PARTLY_ROTATED = {"phi3", "glm4", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "deepseek2"}
 _SIGMOID = 2  # of expert_gating_func
+# How Mixtral chooses and weighs experts.
 _SOFTMAX = {"expert_gating_func": 1, "expert_weights_norm": True, "expert_weights_scale": 1.0}
 _REQUIRED = object()
 
@@ -128,33 +130,33 @@ class Fields:
             kind = "none"
         length = self("context_length")
         original = self("rope.scaling.original_context_length", length)
-        attention = self("rope.scaling.attn_factor", None)
+        attention_factor = self("rope.scaling.attn_factor", None)
         if kind == "none" and divisors is not None:
             return self._llama3(divisors, head_dim, theta)
         long = self.vector(LONG)
         short = self.vector(SHORT)
         if long is not None and short is not None and kind in ("none", "longrope"):
-            usual = 1.0
+            usual = 1.0  # LongRoPE's amplitude (arXiv 2402.13753)
             if length > original > 1:
                 usual = math.sqrt(1 + math.log(length / original) / math.log(original))
-            self._check_attention_factor(attention, usual)
+            self._check_attention_factor(attention_factor, usual)
             factors = {"long_factor": long.tolist(), "short_factor": short.tolist()}
             return {"type": "longrope", **factors}
         if divisors is not None:
             raise self.wrong("rope.scaling.type", kind)
         if kind == "yarn":
-            return self._yarn(factor, original, attention)
+            return self._yarn(factor, original, attention_factor)
         if kind not in ("none", "linear"):
             raise self.wrong("rope.scaling.type", kind)
-        self._check_attention_factor(attention, 1.0)
+        self._check_attention_factor(attention_factor, 1.0)
         return None if kind == "none" else {"type": kind, "factor": factor}
 
     def _check_attention_factor(self, factor: float | None, usual: float) -> None:
-        """Raise `ConfigError` for an attention factor that mlx-lm's rotation does not compute."""
+        """Raise `ConfigError` for an attention factor other than mlx-lm's, up to rounding (1%)."""
         if factor is not None and abs(factor - usual) > 0.01 * usual:
             raise self.wrong("rope.scaling.attn_factor", factor)
 
-    def _yarn(self, factor: float, original: int, attention: float | None) -> Config:
+    def _yarn(self, factor: float, original: int, attention_factor: float | None) -> Config:
         """YaRN's `rope_scaling`, for a model that was first trained with `original` tokens."""
         scaling = {"type": "yarn", "factor": factor}
         for name in ("beta_fast", "beta_slow"):
@@ -162,11 +164,13 @@ class Fields:
             if beta is not None:
                 scaling[name] = beta
         scaling["original_max_position_embeddings"] = original
-        if attention is not None and attention != 1:
-            scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+        if attention_factor is not None and attention_factor != 1:
+            usual = 0.1 * math.log(factor) + 1  # YaRN's attention factor (arXiv 2309.00071)
+            scaling["attention_factor"] = attention_factor * usual
         return scaling
 
     def _llama3(self, divisors: np.ndarray, head_dim: int, theta: float) -> Config:
+        """Llama 3's `rope_scaling`. Raises `ConfigError` if it computes other divisors."""
         factor = float(divisors.max())
         fits = len(divisors) == head_dim // 2
         ours = llama3_divisors(head_dim, theta, factor)
@@ -213,7 +217,10 @@ def read_config(path: object, header: Header) -> Config:
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         **row.get("constants", {}),
         **{name: fields.first(keys) for name, keys in row["keys"].items()},
-        **{name: fields(a) // fields(b) for name, (a, b) in row.get("quotients", {}).items()},
+        **{
+            name: fields(dividend) // fields(divisor)
+            for name, (dividend, divisor) in row.get("quotients", {}).items()
+        },
     }
     if kind in _DERIVED:
         config |= _DERIVED[kind](fields, config)
@@ -225,11 +232,12 @@ def read_config(path: object, header: Header) -> Config:
 def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     """The divisors of Llama 3.1's rotation frequencies, [head_dim / 2].
 
-    Wavelengths below _LLAMA3_LENGTH / high keep their frequency, and those above
-    _LLAMA3_LENGTH / low are divided by the factor. Those between are blended (`apply_scaling` in
-    Llama 3.1's reference code).
+    Wavelengths below `_LLAMA3_LENGTH` / `high_freq_factor` keep their frequency. Those above
+    `_LLAMA3_LENGTH` / `low_freq_factor` are divided by `factor`. Those between are blended (Llama
+    3.1's reference code, `apply_scaling`).
     """
-    low, high = _LLAMA3.values()
+    low = _LLAMA3["low_freq_factor"]
+    high = _LLAMA3["high_freq_factor"]
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     blend = np.clip((_LLAMA3_LENGTH / wavelength - low) / (high - low), 0, 1)
     return 1 / ((1 - blend) / factor + blend)
@@ -247,7 +255,7 @@ def _llama(fields: Fields, config: Config) -> Config:
 
 def _gemma(fields: Fields, config: Config) -> Config:
     """The scale of attention, which the largest model of each generation computes differently."""
-    largest = config["num_hidden_layers"] in (46, 62)
+    largest = config["num_hidden_layers"] in (46, 62)  # Gemma 2 27B, Gemma 3 27B
     per_head = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": per_head if largest else config["head_dim"]}
 
@@ -258,10 +266,12 @@ def _gemma4(fields: Fields, config: Config) -> Config:
     layers = config["num_hidden_layers"]
     divisors = fields.vector(ROPE_DIVISORS)
     sliding = fields.by_layer("attention.sliding_window_pattern", layers)
+    # The number of key heads by whether a layer has a sliding window.
     heads = dict(zip(sliding, fields.by_layer("attention.head_count_kv", layers), strict=True))
     sizes = fields.by_layer("feed_forward_length", layers)
-    part = 1.0 if divisors is None else float((divisors == 1).mean())
-    full = {"rope_theta": config["rope_theta"], "partial_rotary_factor": part}
+    # Divisors other than 1 are so large that they stop a rotation.
+    rotated_share = 1.0 if divisors is None else float((divisors == 1).mean())
+    full = {"rope_theta": config["rope_theta"], "partial_rotary_factor": rotated_share}
     local = {"rope_theta": fields("rope.freq_base_swa", 10000.0), "rope_type": "default"}
     # Without a tensor of values, a layer uses its keys as values. The last layers have neither.
     uses_keys_as_values = False
@@ -300,6 +310,7 @@ def _deepseek2(fields: Fields, config: Config) -> Config:
         raise fields.wrong("expert_gating_func", gating)
     if config["rope_scaling"]:
         fields.check_fixed({"rope.scaling.attn_factor": 1.0})
+        # The file has a tenth of mscale.
         amount = 10 * fields("rope.scaling.yarn_log_multiplier", 0.0)
         config["rope_scaling"] |= {"mscale": amount, "mscale_all_dim": amount}
     heads = config["num_attention_heads"]  # files say 1, for the latents that heads share
@@ -308,6 +319,7 @@ def _deepseek2(fields: Fields, config: Config) -> Config:
 
 
 def _lfm2(fields: Fields, config: Config) -> Config:
+    """Layers of attention, and of convolution, which have no key heads."""
     heads = fields.by_layer("attention.head_count_kv", config["num_hidden_layers"])
     kinds = ["full_attention" if count else "conv" for count in heads]
     return {"num_key_value_heads": max(heads), "layer_types": kinds}

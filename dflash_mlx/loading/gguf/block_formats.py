@@ -18,8 +18,9 @@ from gguf.constants import GGMLQuantizationType as Type
 GROUP = 32
 _AT_ONCE = 1 << 18  # weights that are unpacked at once, so that temporaries stay in the cache
 _FLOATS = (Type.F32, Type.F16, Type.BF16)
-# Scale 1 and minimum 0, as a block begins: a block with this head dequantizes to its codes.
+# The beginning of a block with scale 1 and minimum 0: such a block dequantizes to its codes.
 _ONE = np.float16(1).tobytes()
+# In Q4_K and Q5_K, also 8 scales of 1 and 8 minimums of 0, of 6 bits each.
 _K_HEAD = _ONE + bytes(2) + b"\1" * 4 + bytes(4) + b"\1" * 4
 
 
@@ -77,19 +78,19 @@ def pack(blocks: np.ndarray, kind: Type) -> dict[str, np.ndarray]:
         "scales" uint8.
     """
     bits, head, zero, mode = PACKINGS[kind]
-    words = np.empty((len(blocks), GGML_QUANT_SIZES[kind][0] * bits // 8), np.uint8)
+    packed_codes = np.empty((len(blocks), GGML_QUANT_SIZES[kind][0] * bits // 8), np.uint8)
     step = _AT_ONCE // GGML_QUANT_SIZES[kind][0]
     for start in range(0, len(blocks), step):
         part = np.array(blocks[start : start + step])
         if mode == "affine":
             part[:, : len(head)] = np.frombuffer(head, np.uint8)
             codes = (unpack(part, kind) + zero).astype(np.uint8)
-        else:
+        else:  # after the scale, byte i has code i in its low bits and code i + 16 in the others
             codes = np.stack([part[:, 1:] & 15, part[:, 1:] >> 4], axis=1)
-        little = np.unpackbits(codes.reshape(-1, 1), axis=1, count=bits, bitorder="little")
-        packed = np.packbits(little.reshape(len(part), -1), axis=1, bitorder="little")
-        words[start : start + step] = packed
-    weight = words.reshape(-1).view(np.uint32)
+        code_bits = np.unpackbits(codes.reshape(-1, 1), axis=1, count=bits, bitorder="little")
+        packed = np.packbits(code_bits.reshape(len(part), -1), axis=1, bitorder="little")
+        packed_codes[start : start + step] = packed
+    weight = packed_codes.reshape(-1).view(np.uint32)
     if mode != "affine":
         return {"weight": weight, "scales": np.array(blocks[:, 0])}
     scales, biases = _scales(blocks[:, : len(head)], kind, zero)

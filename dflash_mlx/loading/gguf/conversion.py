@@ -30,7 +30,7 @@ from .layout import find_change, gguf_name, stored_shape
 BYTES_PER_FILE = 1 << 30
 EMBEDDING = "token_embd.weight"
 HEAD = "lm_head.weight"
-# Their activations are too large for half precision. (mlx-lm's Gemma 3 clips those that are.)
+# Architectures whose activations are too large for half precision. (mlx-lm clips Gemma 3's.)
 _WIDE = {"gemma2", "gemma4"}
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
@@ -68,8 +68,8 @@ class Conversion:
                 raise ConfigError(f"{path}: {name} is stored as {tensor.type.name}: not readable.")
         if EMBEDDING not in self.header.tensors:
             raise WeightsError(f"{path}: the tensor {EMBEDDING} is missing.")
-        wrong = f"{path}: its metadata describes no model of mlx-lm"
-        with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
+        error_prefix = f"{path}: its metadata describes no model of mlx-lm"
+        with ErrorWrapper(ConfigError, error_prefix, LOADING_ERRORS):
             self.config = read_config(path, self.header)
             self.config["eos_token_id"] = gguf_tokenizer.end_tokens(path, self.header.metadata)
             model = build_model(path, self.config)
@@ -98,8 +98,9 @@ class Conversion:
         """Bytes of the weights once loaded."""
         total = 0.0
         for name, (tensor, shape) in self._sources.items():
-            each = tensor.size / math.prod(tensor.shape)
-            total += math.prod(shape) * (each if name in self._packed else self._dtype.size)
+            stored_bytes = tensor.size / math.prod(tensor.shape)  # of a weight, in the file
+            bytes_per_weight = stored_bytes if name in self._packed else self._dtype.size
+            total += math.prod(shape) * bytes_per_weight
         return int(total)
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -154,7 +155,7 @@ class Conversion:
         return sources
 
     def _quantization(self) -> dict[str, Any]:
-        """The config's `quantization`: the commonest as a default, other layers by name."""
+        """The config's `quantization`: the most common one as a default, others by layer."""
         packings = {name: PACKINGS[self._sources[name][0].type] for name in sorted(self._packed)}
         settings = {
             name.removesuffix(".weight"): {

@@ -106,6 +106,7 @@ class DrafterConversion:
         yield weights
 
     def _our_name(self, name: str) -> str:
+        """Our name of a tensor. Raises `ConfigError` for one that our networks do not have."""
         layer = _LAYER.search(name)
         pattern = name if layer is None else _LAYER.sub("{N}", name, count=1)
         ours = _TENSORS.get(pattern)
@@ -117,6 +118,7 @@ class DrafterConversion:
         return ours if layer is None else ours.replace("{N}", layer[0])
 
     def _read_config(self, fields: Fields) -> dict[str, Any]:
+        """The config.json that the metadata and the tensors amount to. Raises `ConfigError`."""
         layers = fields("block_count")
         width = fields("embedding_length")
         heads = fields("attention.head_count")
@@ -143,7 +145,7 @@ class DrafterConversion:
             "rope_theta": theta,
             "vocab_size": vocabulary,
             "block_size": fields("block_size"),
-            # The file counts the inputs of layers, one more than the layer whose output it is.
+            # The file numbers the inputs of layers: input n is the output of layer n - 1.
             "dflash_config": {"mask_token_id": mask, "target_layer_ids": [n - 1 for n in taps]},
             "final_logit_softcapping": fields("final_logit_softcapping", None),
             "logit_scale": fields("logit_scale", None),
@@ -158,10 +160,12 @@ class DrafterConversion:
         if "d2t" in self._sources:
             config["draft_vocab_size"] = self._sources["d2t"].shape[0]
         if any(self._is_packed(name) for name in self._sources):
-            config["quantization"] = {"group_size": GROUP, "bits": 4}  # tensors say it exactly
+            # The shapes of a layer's tensors say its own bits.
+            config["quantization"] = {"group_size": GROUP, "bits": 4}
         return {name: value for name, value in config.items() if value is not None}
 
     def _read_windows(self, fields: Fields, layers: int) -> dict[str, Any]:
+        """The config's fields for sliding windows; empty if there are none."""
         window = fields("attention.sliding_window", 0)
         if not window:
             return {}
@@ -177,7 +181,8 @@ class DrafterConversion:
 
     def _parameter(self, name: str, tensor: Tensor) -> dict[str, mx.array]:
         """A parameter by its name, or its quantized parts."""
-        if name == "d2t":  # the file has tokens, ours are distances
+        # The file has the id of each drafted token. Ours is its distance from the token's index.
+        if name == "d2t":
             width = tensor.size // math.prod(tensor.shape)
             tokens = tensor.blocks().view({4: np.int32, 8: np.int64}[width]).reshape(-1)
             return {name: mx.array((tokens - np.arange(len(tokens))).astype(np.int32))}

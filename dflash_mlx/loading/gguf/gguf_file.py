@@ -90,8 +90,9 @@ def _conversion(path: Path, unpacked: bool) -> Conversion | DrafterConversion:
         if error.name != "gguf":
             raise
         raise MissingDependencyError.of("gguf is not installed", "gguf") from error
-    kind = DrafterConversion if read_contents(path).kind == DRAFTER else Conversion
-    return kind(split_files(path), unpacked)
+    is_drafter = read_contents(path).kind == DRAFTER
+    conversion_class = DrafterConversion if is_drafter else Conversion
+    return conversion_class(split_files(path), unpacked)
 
 
 def content_name(path: Path) -> str:
@@ -119,6 +120,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _convert(path: Path, unpacked: bool, folder: Path) -> None:
+    """Convert a file into a folder that appears only when it is complete."""
     conversion = _conversion(path, unpacked)
     check_memory(str(path), conversion.size)
     unfinished = folder.with_name(f"{folder.name}.part")

@@ -56,9 +56,10 @@ _ENDS = {
     "<end_of_utterance>",  # SmolVLM's
     "[e~[",  # MiniMax's
 }
-# A message of an answer ends with this token, not the answer, if the vocabulary has one of these.
+# This token ends an answer, unless the vocabulary has a token of `_ENDS_AFTER_MESSAGES`: then an
+# answer has several messages, and this token ends only one of them.
 _END_OF_MESSAGE = "<|end|>"
-_OF_MESSAGES = {"<|return|>", "<|flush|>"}
+_ENDS_AFTER_MESSAGES = {"<|return|>", "<|flush|>"}
 
 
 class TokenizerFields:
@@ -138,15 +139,15 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
         tokens = fields.of_kind(kind)
         add([AddedToken(token, special=special, normalized=False) for token in tokens])
     if fields.adds_bos:
-        start = fields.special_id("bos")
-        if start is None:
+        bos_id = fields.special_id("bos")
+        if bos_id is None:
             raise ConfigError(f"{path}: add_bos_token is set, but no bos_token_id.")
-        bos = fields.tokens[start]
+        bos = fields.tokens[bos_id]
         template = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, start)]
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
         )
-        spans = [processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []
-        tokenizer.post_processor = processors.Sequence([*spans, template])
+        byte_level = [processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []
+        tokenizer.post_processor = processors.Sequence([*byte_level, template])
     return tokenizer
 
 
@@ -181,7 +182,7 @@ def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
         scores = fields.metadata[f"{_KEY}scores"]
         normal = set(fields.of_kind(NORMAL))
         scored = sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
-        pairs = []
+        pairs = []  # all ways to make a token of two others, those of the best-scored token first
         for token in [token for _, token in scored if token in normal]:
             for middle in range(1, len(token)):
                 if token[:middle] in normal and token[middle:] in normal:
@@ -194,14 +195,14 @@ def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(ids, pairs, unk_token=name, fuse_unk=True, byte_fallback=BYTE in types)
     )
-    spaces = normalizers.Replace(" ", _SPACE)
-    texts = decoders.Replace(_SPACE, " ")
-    steps = [texts, decoders.ByteFallback(), decoders.Fuse()]
+    replace_spaces = normalizers.Replace(" ", _SPACE)
+    restore_spaces = decoders.Replace(_SPACE, " ")
+    steps = [restore_spaces, decoders.ByteFallback(), decoders.Fuse()]
     if fields("add_space_prefix", True) is True:
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
-        steps.append(decoders.Strip(" ", 1, 0))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace_spaces])
+        steps.append(decoders.Strip(" ", 1, 0))  # the space that was prepended
     else:
-        tokenizer.normalizer = spaces
+        tokenizer.normalizer = replace_spaces
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
@@ -236,7 +237,7 @@ def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
     fields = TokenizerFields(path, metadata)
     ids = {fields.special_id(name) for name in ("eos", "eot", "eom")}
     ends = _ENDS & {*fields.of_kind(CONTROL), *fields.of_kind(USER_DEFINED)}
-    if _OF_MESSAGES & ends:
+    if _ENDS_AFTER_MESSAGES & ends:
         ends.discard(_END_OF_MESSAGE)
     ids |= {fields.tokens.index(token) for token in ends}
     ids.discard(None)

@@ -98,8 +98,8 @@ def read_base_models(path: Path) -> list[str]:
 
 
 def _read(path: Path, general: bool = False) -> Header:
-    wrong = f"{path}: a GGUF file with a broken header"
-    with ErrorWrapper(WeightsError, wrong, HEADER_ERRORS), path.open("rb") as file:
+    error_prefix = f"{path}: a GGUF file with a broken header"
+    with ErrorWrapper(WeightsError, error_prefix, HEADER_ERRORS), path.open("rb") as file:
         return _Reader(path, file).header(general)
 
 
@@ -128,7 +128,7 @@ class _Reader:
             metadata[key] = self._value()
         if general:
             return Header(metadata, {})
-        described = {}
+        descriptions = {}
         for _ in range(tensor_count):
             name = self._text()
             dimensions = self._count(MAX_DIMENSIONS, 4)
@@ -136,14 +136,15 @@ class _Reader:
             shape = tuple(reversed(sizes))
             kind = self._integer(4)
             offset = self._integer(8)
-            described[name] = (shape, kind, offset)
-        if len(described) < tensor_count:
+            descriptions[name] = (shape, kind, offset)
+        if len(descriptions) < tensor_count:
             raise ValueError("two tensors have one name")
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        # The tensors begin at the next multiple of the alignment.
         base = -(-self._file.tell() // alignment) * alignment
         tensors = {
             name: self._tensor(name, shape=shape, kind=kind, start=base + offset)
-            for name, (shape, kind, offset) in described.items()
+            for name, (shape, kind, offset) in descriptions.items()
         }
         return Header(metadata, tensors)
 

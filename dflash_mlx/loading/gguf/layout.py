@@ -35,7 +35,7 @@ def gguf_name(name: str, names: Mapping[str, str]) -> str:
 
 def stored_shape(name: str, shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
     """The shape of a parameter's tensor, which may also hold another parameter."""
-    part, axis = _SHARED.get(kind, ("$^", 0))
+    part, axis = _SHARED.get(kind, ("$^", 0))  # "$^" matches no name
     if not re.search(part, name):
         return shape
     return (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
