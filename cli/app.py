@@ -97,8 +97,8 @@ class CheckedCommand(TyperCommand):
         values, _, _ = self.make_parser(ctx).parse_args(list(arguments))
         parameters: list[Any] = self.params  # Typer's own types do not fit its own errors
         for parameter in parameters:
-            given = values.get(parameter.name)
-            is_empty = "" in given if isinstance(given, list | tuple) else given == ""
+            value = values.get(parameter.name)
+            is_empty = "" in value if isinstance(value, list | tuple) else value == ""
             if is_empty and parameter.name not in FREE_TEXT:
                 raise typer.BadParameter("the value is empty", ctx=ctx, param=parameter)
 

@@ -201,10 +201,10 @@ def report(model: str | None, file: Path = FILE) -> bool:
         content["memory"] = sample_memory(model or "tiny")
     file.write_text(json.dumps(content, indent=1), encoding="utf-8")
     slower = [shape for shape, (mlx, ours) in milliseconds.items() if ours > mlx]
-    wrong = f"{len(failures)} wrong"
+    verdict = f"{len(failures)} wrong"
     if failures:
-        wrong += f": {', '.join(failures)}"
-    note(f"{checked} calls checked, {not_reached} not reached, {wrong}")
+        verdict += f": {', '.join(failures)}"
+    note(f"{checked} calls checked, {not_reached} not reached, {verdict}")
     note(f"Slower than MLX's: {', '.join(slower) or 'none of those timed'}")
     note(f"Please send {file} to {WHERE}.")
     return not failures

@@ -20,6 +20,7 @@ def ignore_typing() -> Iterator[None]:
 
     original = termios.tcgetattr(sys.stdin)
     silent = termios.tcgetattr(sys.stdin)
+    # The fourth attribute is the local modes: neither echo, nor keep lines for editing.
     silent[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
     try:

@@ -59,7 +59,7 @@ def one_line_errors() -> Iterator[None]:
 
         message = str(error)
         if isinstance(error, SettingsError):
-            message = re.sub(rf"\b({LONG_NAMES})\b", lambda name: option_name(name[0]), message)
+            message = re.sub(rf"\b({LONG_NAMES})\b", lambda match: option_name(match[0]), message)
         error_line(message)
         raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
     except ValueError as error:

@@ -82,7 +82,7 @@ class ServerOverrides(NamedTuple):
     """Arguments and files that would make an agent use another server in spite of our settings."""
 
     arguments: str  # a pattern of the agent's own arguments
-    files: tuple[str, ...]  # patterns of settings files that win over ours
+    files: tuple[str, ...]  # patterns of settings files that override ours
     content: str  # a pattern of what such a file must not set
 
 
@@ -99,7 +99,7 @@ OVERRIDES: Final = {
         ),
         rf'"(ANTHROPIC_\w*(URL|KEY|TOKEN|MODEL)|CLAUDE_CODE_USE_({"|".join(CLOUDS)}))"\s*:',
     ),
-    Agent.codex: ServerOverrides(  # older versions of Codex let a profile win over arguments
+    Agent.codex: ServerOverrides(  # in older versions of Codex a profile overrides arguments
         r"(-p|--profile|--oss|--local-provider)(=|$)|(-c|--config=)?(model_provider|profile)\s*=",
         ("${CODEX_HOME}/config.toml", "~/.codex/config.toml", ".codex/config.toml"),
         r"\A(?:(?!\s*\[)[^\n]*\n)*\s*profile\s*=",
@@ -190,8 +190,8 @@ def agent_command(
     environment = {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
     if agent is Agent.claude:
         environment |= _claude_environment(url, model, key=key, context=context)
-        # An `env` of --settings wins over the `env` of the user's and the project's files, which
-        # win over the environment.
+        # An `env` of --settings overrides the `env` of the user's and the project's files, which
+        # overrides the environment.
         settings = {"env": environment, "permissions": {"deny": ["WebSearch"]}}
         return [program, "--settings", json.dumps(settings)], environment
     if agent is Agent.codex:

@@ -306,7 +306,7 @@ def _end(
     frame: FrameType | None,
 ) -> None:
     """Stop the server on SIGTERM and SIGINT. The process then ends with exit code 0."""
-    if server_end.done():  # the engine does not stop
+    if server_end.done():  # only an engine that does not stop keeps the process
         os._exit(0)
     if server.busy:
         note(f"Finishing open responses for at most {seconds:g} s; Ctrl-C again stops immediately.")

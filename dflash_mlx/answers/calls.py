@@ -48,12 +48,12 @@ def read_calls(
     """
     if isinstance(syntax, LibraryCalls):
         return syntax.calls(body, schemas), ""
-    json = _JSON.match(body)
-    position = json.end() if json else 0
+    json_start = _JSON.match(body)
+    position = 0 if json_start is None else json_start.end()
     calls: list[Call] = []
     try:
         while not calls or body[position:].strip():
-            if json:
+            if json_start is not None:
                 more, position = _read_json_calls(body, position, lenient)
             else:
                 more, position = syntax.read(
@@ -128,7 +128,7 @@ class JsonCalls:
         arguments = None
         has_no_arguments = bool(self.tail and tail.match(body, position))
         if not has_no_arguments and position < len(body):
-            tail_start = -1
+            tail_start = -1  # where broken JSON must end
             if lenient and self.tail:
                 tail_start = body.find(self.tail.strip("\n`"), position)
             text = body if tail_start < 0 else body[:tail_start].rstrip("\n `")

@@ -321,6 +321,7 @@ class AnswerFormat:
                 if _markers_in(opens + closes) <= set(vocabulary):
                     thought = (opens, closes)
                     break
+        # A token may be only a part of a marker, so the markers are searched as one text.
         markers = "\0".join([*family.markers, *thought])
         tokens = {
             id: text
@@ -348,7 +349,7 @@ class AnswerFormat:
     def starts_in_thought(self, tokenizer: Any, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the beginning of a thought, which the answer continues."""
         opens, _ = self.thought
-        ending = str(tokenizer.decode(list(ids[-8:])))
+        ending = str(tokenizer.decode(list(ids[-8:])))  # enough for a marker and newlines
         return self.header is None and bool(opens) and ending.rstrip().endswith(opens)
 
 

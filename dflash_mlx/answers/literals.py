@@ -31,7 +31,8 @@ _PYTHON_STRING: Final = re.compile(
     r"""|([rRuUbBfF]{1,2})(["'])((?:\\.|(?!\5)[^\\])*)\5""",
     re.DOTALL,
 )
-# Strings in a row, which Python joins, and one string of a row.
+# Strings in a row, which Python joins, and one string of a row. %d is the number of the quote's
+# group.
 _QUOTED: Final = r"""[rRuUbBfF]{0,2}(["'])(?:\\.|(?!\%d)[^\\])*\%d"""
 _STRING_ROW: Final = re.compile(
     rf"(?:{_QUOTED % (1, 1)}\s+)+{_QUOTED % (2, 2)}(?=\s*(?:[,)}}\]]|\Z))", re.DOTALL

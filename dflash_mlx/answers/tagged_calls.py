@@ -110,6 +110,7 @@ class TaggedCalls:
         Raises `NotACallError`.
         """
         patterns = self._patterns
+        # Without a tail, the markers contain a single call, whose head comes first.
         match = patterns.head.match(body, position) if self.tail or not position else None
         if match is not None:
             name = match["name"].strip()
@@ -166,8 +167,8 @@ class TaggedCalls:
             opened_inside = [name for position, name in tags if position < value_end]
             follow = {name for position, name in tags if position >= tag_end}
             still_required = parameters.required - read_names - follow
-            loses_one = not still_required.isdisjoint(opened_inside)
-            if len(opened_inside) <= ends_before and not loses_one:
+            loses_required = not still_required.isdisjoint(opened_inside)
+            if len(opened_inside) <= ends_before and not loses_required:
                 return value_end, tag_end
             candidate = min(candidate, (value_end, tag_end))
         if not lenient:

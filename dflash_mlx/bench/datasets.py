@@ -200,8 +200,8 @@ def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[Bench
         DataError: a file is missing from the folder or has another form.
     """
     suite = SUITES[name]
-    hubs = (hub.fetch_data(suite.repository, file) for file in suite.files)
-    paths = hubs if folder is None else local_files(name, folder)
+    downloads = (hub.fetch_data(suite.repository, file) for file in suite.files)
+    paths = downloads if folder is None else local_files(name, folder)
     return [prompt for path in paths for prompt in suite.prompts(name, path)]
 
 

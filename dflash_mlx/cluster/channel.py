@@ -68,9 +68,10 @@ class Channel:
 
     def send(self, operations: Iterable[Operation]) -> None:
         """Send a message, as rank 0."""
+        # JSON, with spaces at its end up to a whole number of int32.
         text = json.dumps(list(operations), separators=(",", ":"), default=int).encode()
         content = np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)
-        words = np.array([len(content), *content], np.int32)
+        words = np.array([len(content), *content], np.int32)  # the first word is the length
         for start in range(0, len(words), WORDS):
             part = np.zeros(WORDS, np.int32)
             part[: len(words) - start] = words[start : start + WORDS]

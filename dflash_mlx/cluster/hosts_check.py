@@ -173,7 +173,10 @@ def measure_link(group: Any, width: int) -> LinkTimes:
     import mlx.core as mx
 
     def seconds(x: mx.array) -> float:
-        """For one sum: the median of a few series, after a first. The device works in between."""
+        """The seconds of one sum: the median of `SERIES` series, without a first one to warm up.
+
+        Each sum is halved first, so that the device computes between two sums as in a forward.
+        """
         times = []
         for _ in range(SERIES + 1):
             start = time.perf_counter()

@@ -83,6 +83,7 @@ class StageTaps(Taps):
         self._here = []  # whether each tapped layer is in this stage
         local_indices = []
         for index in indices:
+            # The embedding, -1, is tapped by the stage with the first layer.
             is_here = first <= max(index, 0) < end
             self._here.append(is_here)
             if is_here:

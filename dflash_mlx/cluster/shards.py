@@ -45,20 +45,24 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
     text = internals.text_model(model)
     size = group.size()
     head = internals.own_head(text)
-    before = [_heads(layer) for layer in model.layers]
-    wrong = f"{name} cannot be split over {size} machines"
-    for heads in before:
+    whole_heads = [_heads(layer) for layer in model.layers]
+    error_prefix = f"{name} cannot be split over {size} machines"
+    for heads in whole_heads:
         if heads and heads[0] % size != 0:
-            raise SettingsError(f"{wrong}: they do not divide its {heads[0]} heads; {instead}.")
-    with ErrorWrapper(SettingsError, wrong, SHARDING_ERRORS):
+            raise SettingsError(
+                f"{error_prefix}: they do not divide its {heads[0]} heads; {instead}."
+            )
+    with ErrorWrapper(SettingsError, error_prefix, SHARDING_ERRORS):
         model.shard(group)
-    for layer, whole_counts in zip(model.layers, before, strict=True):
+    for layer, whole_counts in zip(model.layers, whole_heads, strict=True):
         for whole_count, count in zip(whole_counts, _heads(layer), strict=True):
             is_divided = count > 0 and count * size == whole_count
             # Some families repeat key heads if there are fewer than machines.
             is_repeated = count == 1 and size % whole_count == 0
             if not (is_divided or is_repeated):
-                raise SettingsError(f"{wrong}: they do not divide {whole_count} heads; {instead}.")
+                raise SettingsError(
+                    f"{error_prefix}: they do not divide {whole_count} heads; {instead}."
+                )
     sliced = internals.own_head(text) is not head
     return head if sliced else None
 
@@ -75,10 +79,10 @@ def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
     backbone = internals.backbone(internals.text_model(model))
     layers = len(backbone.layers)
     size = group.size()
-    wrong = f"{name} cannot be split over {size} machines"
+    error_prefix = f"{name} cannot be split over {size} machines"
     if layers < size:
-        raise SettingsError(f"{wrong}: it has {layers} layers; use fewer machines.")
-    with ErrorWrapper(SettingsError, wrong, SHARDING_ERRORS):
+        raise SettingsError(f"{error_prefix}: it has {layers} layers; use fewer machines.")
+    with ErrorWrapper(SettingsError, error_prefix, SHARDING_ERRORS):
         backbone.pipeline(group)
     return layers
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from ..errors import SettingsError
 
 _COMPILERS = ("cc", "gcc", "clang")
-_SECONDS = 300  # of a compiler, which takes 2, and 20 under an emulator
+_COMPILE_SECONDS = 300  # a limit; it takes 2, and 20 under an emulator
 _X86_KERNELS = {
     "avx512": ("avx512f", "avx512vl", "fma"),
     "avx2": ("avx2", "fma"),
@@ -138,13 +138,13 @@ def _kernel() -> tuple[str, list[str]]:
 def _shim(kernel: str, flags: list[str]) -> Iterator[Path]:
     """The compiled shim, from the user's cache folder; built if missing.
 
-    Its name holds the source and the compiler's version, so another of either builds another. If
-    the folder cannot be written, it is built for this process only.
+    Its name contains a hash of the source and the compiler's version, so a new source or compiler
+    builds a new one. If the folder cannot be written, it is built for this process only.
     """
     source = Path(__file__).with_name("blas_shim.c").read_bytes()
     stem = f"shim-{platform.machine()}-{kernel}-{hashlib.sha256(source).hexdigest()[:16]}"
     compiler = _compiler()
-    version = _version(compiler) if compiler else "*"  # without a compiler, any that is built
+    version = _version(compiler) if compiler else "*"  # without a compiler, any shim serves
     with ExitStack() as stack:
         try:
             folder = Path.home() / ".cache" / "dflash-mlx" / "blas"
@@ -201,8 +201,8 @@ def _compile(source: bytes, flags: list[str], path: Path) -> None:
 def _run(command: list[str], source: bytes = b"") -> str:
     """What a compiler prints, given `source`."""
     try:
-        done = subprocess.run(
-            command, input=source, capture_output=True, check=True, timeout=_SECONDS
+        completed = subprocess.run(
+            command, input=source, capture_output=True, check=True, timeout=_COMPILE_SECONDS
         )
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
@@ -210,8 +210,8 @@ def _run(command: list[str], source: bytes = b"") -> str:
         message = next((line for line in lines if "error:" in line), lines[-1])
         raise _NoShim(f"{command[0]} fails to build the shim: {message.strip()}") from error
     except subprocess.TimeoutExpired as error:
-        raise _NoShim(f"{command[0]} did not finish in {_SECONDS} s") from error
-    return done.stdout.decode(errors="replace")
+        raise _NoShim(f"{command[0]} did not finish in {_COMPILE_SECONDS} s") from error
+    return completed.stdout.decode(errors="replace")
 
 
 def _proven(path: Path) -> ctypes.CDLL:

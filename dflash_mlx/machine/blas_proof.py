@@ -29,7 +29,10 @@ _DIGEST = "230e8cd230b977365ca09536eccc3ebad4e8ccb7244782cb1f347dc9a68ad460"
 
 
 def dependent_rows(library: ctypes.CDLL) -> str | None:
-    """What is wrong if a row of a product has other bits than that row multiplied alone."""
+    """What is wrong if a row of a product has other bits than that row multiplied alone.
+
+    None if nothing is wrong.
+    """
     for left, right, transposed in _matrices():
         product = _multiply(library, left=left, right=right, transposed=transposed)
         for row in range(len(left)):
@@ -40,7 +43,10 @@ def dependent_rows(library: ctypes.CDLL) -> str | None:
 
 
 def other_bits(library: ctypes.CDLL) -> str | None:
-    """What is wrong if the products of our library have other bits than on other machines."""
+    """What is wrong if the products of our library have other bits than on other machines.
+
+    None if nothing is wrong.
+    """
     digest = hashlib.sha256()
     for left, right, transposed in _matrices():
         digest.update(_multiply(library, left=left, right=right, transposed=transposed).tobytes())
@@ -60,6 +66,7 @@ def _matrices() -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
 
 def _numbers(count: int) -> np.ndarray:
     """`count` numbers from -1 to 1, of 24 random bits each: f32, the same on every machine."""
+    # An integer hash of 1, 2, 3 and so on.
     bits = np.arange(1, count + 1, dtype=np.uint32) * np.uint32(2654435761)
     bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(2246822519)
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2**-23) - np.float32(1)

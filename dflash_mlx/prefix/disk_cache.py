@@ -75,6 +75,7 @@ class DiskCache:
             self._path.mkdir(parents=True, exist_ok=True)
             self._path.chmod(0o700)
             self._scan()
+            # The files that are here could make room, so their bytes count as free.
             self._fits(0, -sum(file.size for file in self._files.values()), warn=True)
         except OSError as error:
             raise OutputError.because(self._path, error) from error
@@ -110,7 +111,7 @@ class DiskCache:
             loaded: Any = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
             arrays: Arrays = loaded[0]
             metadata = loaded[1]
-            if metadata.get("key") != key.hex() or _described(arrays) != _described(expected):
+            if metadata.get("key") != key.hex() or _layout(arrays) != _layout(expected):
                 raise ValueError("another entry")
             if not _all_finite(arrays):
                 raise ValueError("not finite")
@@ -150,12 +151,14 @@ class DiskCache:
             self._warn(OutputError.because(self._path, error))
         now = time.time_ns()
         with self._lock:
-            for later, key in enumerate(reversed(path)):
+            # The order in time is that of `OrderedDict`: the first block is used last, so that it
+            # is evicted after the entries that need it.
+            for index, key in enumerate(reversed(path)):
                 if key in self._files:
                     self._files.move_to_end(key)
-                    when = now + 1000 * later  # a microsecond apart, to keep their order
+                    used_at = now + 1000 * index  # nanoseconds, a microsecond apart
                     try:
-                        os.utime(self._path / self._files[key].name, ns=(when, when))
+                        os.utime(self._path / self._files[key].name, ns=(used_at, used_at))
                     except OSError:  # another process removed it
                         self._remove(key)
 
@@ -194,6 +197,10 @@ class DiskCache:
             return self._fits(held + size, size, warn=True)
 
     def _fits(self, total: int, size: int, warn: bool = False) -> bool:
+        """Whether `size` new bytes fit on the disk, and all files, `total` bytes, in the budget.
+
+        `warn` warns if the disk is too full.
+        """
         free = shutil.disk_usage(self._path).free
         enough = free - size >= self._left_free
         if warn and not enough:
@@ -245,7 +252,8 @@ class DiskCache:
             self._add(key, file)
 
 
-def _described(arrays: Arrays) -> dict[str, Any]:
+def _layout(arrays: Arrays) -> dict[str, Any]:
+    """The shape and type of each array."""
     return {name: (array.shape, array.dtype) for name, array in arrays.items()}
 
 

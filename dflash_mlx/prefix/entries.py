@@ -154,6 +154,7 @@ class BlockKeys:
     def read(self, ids: Tokens) -> None:
         """Extend the text to `ids`, which begins with the tokens so far."""
         self.text = np.concatenate([self.text, packed(ids[len(self.text) :])])
+        # With the root key, `path` has one key more than there are blocks: the next one ends here.
         for end in range(len(self.path) * self._size, len(self.text) + 1, self._size):
             block = self.text[end - self._size : end].tobytes()
             self.path.append(_hash(b"block", self.path[-1], block))
@@ -161,7 +162,7 @@ class BlockKeys:
     def cut(self, length: int) -> None:
         """Forget all tokens but the first `length`."""
         self.text = self.text[:length]
-        del self.path[1 + length // self._size :]
+        del self.path[1 + length // self._size :]  # 1 for the root key
 
 
 def checkpoint_key(block: bytes, tail: Tokens) -> bytes:

@@ -296,7 +296,7 @@ class PrefixStore:
         [root, *blocks] = keys.path
         while True:
             path = [root, *self._cached_prefix(blocks)]
-            position = (len(path) - 1) * self._block
+            position = (len(path) - 1) * self._block  # the root key stands for no block
             available = position
             if can_trim(target, drafter):
                 shared, last = self._memory.longest_match(path[-1], text[position:])
@@ -308,7 +308,7 @@ class PrefixStore:
                 checkpoints = self._checkpoints(path, text)
                 position, last = checkpoints[-1] if checkpoints else (0, root)
                 available = position
-                path = path[: position // self._block + 1]
+                path = path[: position // self._block + 1]  # the blocks before the checkpoint
                 path += [last] if checkpoints else []
             entries = self._read(target, path=path, text=text[:position], length=available)
             if len(entries) == len(path) - 1:

@@ -37,7 +37,7 @@ def sampling_field(name: str, minimum: float | None = None, maximum: float | Non
     """
     setting = SETTINGS[name]
     bounds: dict[str, Any] = {}
-    if minimum is None:
+    if minimum is None:  # a setting that is off by default may also be 0
         minimum = setting.minimum if setting.default else 0
     if minimum is not None and 0 < minimum < 1e-9:
         bounds["gt"] = 0  # so that the error says "above 0"
@@ -103,6 +103,7 @@ class SamplingOptions(Body):
         if self.repeat_last_n == 0:
             settings["repetition_penalty"] = SETTINGS["repetition_penalty"].default
         elif self.repeat_last_n is not None:
+            # -1 becomes the largest size, which includes all tokens.
             settings["repetition_context_size"] = self.repeat_last_n % 2**31
         return settings
 
@@ -136,7 +137,12 @@ class ReasoningOptions(Body):
 
 
 def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
-    """Return the chat template's variables for an effort, or to turn thinking on or off."""
+    """Return the chat template's variables for thinking.
+
+    Args:
+        effort: how much to think, such as "low"; "none" or False turns thinking off, True turns it
+            on, and None leaves it to the template.
+    """
     if effort is None:
         return {}
     if isinstance(effort, bool) or effort == "none":

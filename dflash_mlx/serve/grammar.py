@@ -106,6 +106,7 @@ class GrammarFactory:
         _, closes = self._form.thought
         text = begun.rpartition(closes)[2] if closes else begun
         newlines = len(text) - len(text.lstrip("\n"))
+        # The grammar allows only the last newlines before the answer.
         return text[max(0, newlines - MAX_NEWLINES) :]
 
     def _rules(self, request: GenerationRequest, layout: Mapping[str, Any]) -> tuple[str, str]:

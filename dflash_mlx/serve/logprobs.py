@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+LEAST_LOGPROB: Final = -9999.0  # as in OpenAI's API, because JSON has no -inf
 _BYTES: Final = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
@@ -68,23 +69,23 @@ class LogprobRecorder:
         Each has a "token" (its text), "logprob" and "bytes", and "top_logprobs": the most likely
         tokens at its position, best first.
         """
-        described = []
+        descriptions = []
         for token in tokens:
             row = self._rows[self._answer]
             best = np.argpartition(-row, self._top)[: self._top].tolist()
             best.sort(key=lambda candidate: (-row[candidate], candidate))
             top = [self._describe(row, candidate) for candidate in best]
-            described.append(self._describe(row, token) | {"top_logprobs": top})
+            descriptions.append(self._describe(row, token) | {"top_logprobs": top})
             self._answer = (*self._answer, token)
         for answer in list(self._rows):
             if len(answer) < len(self._answer):
                 del self._rows[answer]
-        return described
+        return descriptions
 
     def _describe(self, row: np.ndarray, token: int) -> dict[str, Any]:
         content = token_bytes(self._tokenizer, token)
         return {
             "token": content.decode(errors="replace"),
-            "logprob": max(float(row[token]), -9999.0),
+            "logprob": max(float(row[token]), LEAST_LOGPROB),
             "bytes": list(content),
         }

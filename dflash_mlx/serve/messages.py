@@ -34,8 +34,8 @@ from .http_errors import RequestError, new_id
 from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 
-# The first system block of Claude Code begins with it. The block differs between sessions, and a
-# prompt that differs at its start shares nothing in the prefix cache.
+# The beginning of Claude Code's first system block, which differs between sessions. A prompt that
+# differs at its start shares nothing in the prefix cache.
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 # Our finish reasons -> Anthropic's.
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -103,9 +103,9 @@ class APIServer(uvicorn.Server):
             self._models.abort()
 
     async def _drain(self) -> None:
-        """Abort open answers after `drain_seconds`, and connections when somebody stops it again.
+        """Abort open answers after `drain_seconds`, and connections once `stop` is called again.
 
-        `stop` cancels this when all connections have closed by themselves.
+        `shutdown` cancels this when all connections have closed by themselves.
         """
         end = time.monotonic() + self._drain_seconds
         while time.monotonic() < end and not self.force_exit:

@@ -114,7 +114,9 @@ class ResponseStream:
         self._task.add_done_callback(self._ended)
 
     async def steps(self) -> AsyncIterator[StepOutput]:
-        """Yield the steps of one answer after the other. The engine generates them concurrently.
+        """Yield all steps of the first answer, then all of the second, and so on.
+
+        The engine generates the answers at the same time.
 
         Raises `RequestError` if the engine fails or the server stops.
         """
@@ -158,7 +160,7 @@ class ResponseStream:
             if self._closed is None:
                 break
             now = time.monotonic()
-            if index == 0:  # other answers are not read when their events come
+            if index == 0:  # the events of other answers have waited until this loop reads them
                 histogram = metrics.step_gap if tokens else metrics.first_token
                 histogram.observe(now - last_time)
             last_time = now
@@ -202,8 +204,8 @@ class ResponseStream:
         if recorder is None:
             return None
         eos_ids = self._tokenizer.eos_token_ids
-        described = zip(event.tokens, recorder.take(event.tokens), strict=True)
-        return [logprob for token, logprob in described if token not in eos_ids]
+        pairs = zip(event.tokens, recorder.take(event.tokens), strict=True)
+        return [logprob for token, logprob in pairs if token not in eos_ids]
 
     def _stop_string(self, tokens: Sequence[int], length: int) -> str | None:
         """Return the stop string that ended a text of this length; None if an EOS token did."""
@@ -212,6 +214,7 @@ class ResponseStream:
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = decode_text(tokenizer, tokens, self.request.continues_text)
+        # The text ends where the stop string begins. Of several, the shortest came first.
         return min((stop for stop in stops if text.startswith(stop, length)), default=None)
 
 

@@ -86,9 +86,9 @@ def collect_samples(
     Raises `DataError`, `PromptError`, `OutputError`.
     """
     samples: list[Sample] = []
-    chat = target.tokenizer.has_chat_template  # a base model continues the turn
+    is_chat = target.tokenizer.has_chat_template  # a base model continues the turn
     prompts = [
-        encode_prompt(target, [{"role": "user", "content": turn}] if chat else turn)
+        encode_prompt(target, [{"role": "user", "content": turn}] if is_chat else turn)
         for turn in turns
     ]
     records = read_records(recipe.data) if recipe.data else ()
@@ -97,7 +97,7 @@ def collect_samples(
             samples.append(encode_record(target.tokenizer, source, record))
         else:
             prompts += _prompts(target, source, record)
-    settings = AnswerSettings(recipe.max_tokens, recipe.rows, 4 * recipe.rows)
+    settings = AnswerSettings(recipe.max_tokens, recipe.rows, chunk=4 * recipe.rows)
     answers = answer_all(
         target, prompts=prompts, path=work / "answers.jsonl", settings=settings, progress=listen
     )
@@ -159,7 +159,7 @@ def answer_all(
     def count() -> None:
         nonlocal tokens
         tokens += 1
-        if tokens % (8 * settings.rows) == 0:
+        if tokens % (8 * settings.rows) == 0:  # about every eight steps
             report()
 
     report()
@@ -199,9 +199,9 @@ def complete_prompts(
         prefill_batch_size=min(8, settings.rows),
     )
     try:
-        longest = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        inserted = generator.insert([list(prompts[i]) for i in longest])
-        uids = dict(zip(longest, inserted, strict=True))
+        longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        inserted = generator.insert([list(prompts[i]) for i in longest_first])
+        uids = dict(zip(longest_first, inserted, strict=True))
         answers: dict[int, list[int]] = {uid: [] for uid in uids.values()}
         ended = dict.fromkeys(answers, False)
         while responses := generator.next_generated():

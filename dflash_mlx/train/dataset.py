@@ -57,6 +57,7 @@ def encode_chat(tokenizer: TokenizerWrapper, messages: Sequence[dict[str, str]])
         after = template_ids(tokenizer, messages[: index + 1], prompt=False)
         if whole[: len(before)] != before or whole[: len(after)] != after:
             continue
+        # The answer ends with its first end token, if it has one: templates may add more text.
         ends = (
             i + 1 for i in range(len(before), len(after)) if after[i] in tokenizer.eos_token_ids
         )
@@ -154,7 +155,8 @@ def group(samples: Sequence[Sample], tokens: int, rng: Random) -> list[list[Samp
     batches = []
     for length, members in sorted(buckets.items()):
         rows = max(1, tokens // length)
-        members += [rng.choice(members) for _ in range(-len(members) % rows)]
+        missing = -len(members) % rows  # in the last batch
+        members += [rng.choice(members) for _ in range(missing)]
         rng.shuffle(members)
         batches += [members[i : i + rows] for i in range(0, len(members), rows)]
     rng.shuffle(batches)

@@ -110,6 +110,7 @@ class AnchorCollator:
         anchors = np.zeros((2, len(samples), self.count), np.int32)
         for row, sample in enumerate(samples):
             ids[row, : len(sample.tokens)] = sample.tokens
+            # An anchor is (position, end of its answer), so a span is its answer's first anchor.
             spans = [span for span in sample.answers if span[1] > span[0]]
             first = rng.choice([span for span in spans if span[1] - span[0] > 1] or spans)
             candidates = [
@@ -248,7 +249,7 @@ def train_drafter(
     has_head = "lm_head" in drafter or ties_head
     tokens = drafter.token_ids() if has_head else common_tokens(samples(0))
     scales = tap_scales(target, layers=config.target_layer_ids, samples=samples(0), kept=store)
-    if start is not None:
+    if start is not None:  # its fusion weights are for taps that are not divided
         drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
     loss = draft_loss(
         drafter,

@@ -63,6 +63,7 @@ def features(target: Target, tokens: mx.array, layers: Sequence[int]) -> Feature
     """
     rows, length = tokens.shape
     top = min(TOP, target.vocab_size)
+    # A logit has 4 bytes.
     part_length = max(1, min(length, BOUND // (4 * target.vocab_size * rows)))
     cache = make_prompt_cache(target.model) if part_length < length else None
     parts: list[tuple[mx.array, ...]] = []

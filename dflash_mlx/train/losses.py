@@ -185,6 +185,7 @@ class SlotLoss:
         columns = (labels, before, weights, tops, shares)
         head = self._selector or self._markov
         trained = {} if head is None else head.parameters()
+        # A logit has 4 bytes.
         count = max(1, BOUND // (4 * LOGITS_AT_ONCE * self._width))
         return summed(self._part, trained=trained, hidden=hidden, others=columns, rows=count)
 

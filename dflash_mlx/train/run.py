@@ -107,6 +107,7 @@ def train(
     raw = _drafter_fields(target, recipe=recipe, samples=training, warm=warm)
     config = DraftConfig.from_dict(raw)
     tokens = sum(bucket_length(len(sample.tokens), recipe.tokens) for sample in training)
+    # A step has two batches of `recipe.tokens`.
     steps_of_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
     settings = _settings(recipe, recipe.steps or steps_of_epochs)
     lengths = [len(sample.tokens) for sample in samples]

@@ -52,6 +52,7 @@ def _values(config: DraftConfig, settings: DrafterSettings, length: int) -> int:
     """
     rows = max(1, settings.tokens // length) * settings.anchors * config.block_size
     kept = ACTIVATIONS * config.hidden_size
+    # Scores and weights of attention over the context and the block.
     kept += 2 * config.num_attention_heads * (config.block_size + length)
     taps = max(settings.tokens, length) * (len(config.target_layer_ids) + 8) * config.hidden_size
     return rows * config.num_hidden_layers * kept + taps

@@ -104,7 +104,7 @@ def write_turns(
                 header=header,
                 after=after,
                 settings=settings,
-                seed=seed * 1_000_003 + number,
+                seed=seed * 1_000_003 + number,  # other numbers in each round and with each seed
             )
             append(path, [{"turns": new_turns}])
             rounds.append({"turns": new_turns})
