@@ -103,7 +103,7 @@ def check_instances(kernels: Kernels, seconds: float) -> tuple[int, int]:
 
 
 def check_families(metal_kernel: KernelFactory) -> dict[str, str]:
-    """Check that rows of a verify equal the same rows alone, in small 4-bit models of each family.
+    """Check that verified rows equal the same rows alone, in small 4-bit models of each family.
 
     All layers run on our kernels. Returns the errors by family.
     """

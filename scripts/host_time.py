@@ -1,4 +1,4 @@
-"""Host time of a verify, per layer: mlx-lm's own call, ours, and ours replayed. Graphs never run.
+"""Host time of verification, per layer: mlx-lm's own call, ours, ours replayed. Graphs never run.
 
     taskset -c 1 python scripts/host_time.py [--rows 1,4,16] [--repeats 100]
 
@@ -6,7 +6,7 @@ Models have the published layers, few of them, and weights of zeros; a prompt is
 MLX's operations that are one node on a GPU and many on a CPU are replaced with one lazy node. Our
 launches are real calls of `mx.fast.metal_kernel`, which writes each kernel's text: it needs no
 Metal while a function is traced for export. Prints microseconds, graph nodes and launches (nodes
-that are not views) of a layer, and of a whole verify at the published depth.
+that are not views) of a layer, and of a whole verification at the published depth.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class OwnCall:
         self.saved = contents_of(self.caches)
 
     def build(self, rows: int) -> tuple[float, mx.array]:
-        """Seconds that the host takes to build a verify, and its lazy logits."""
+        """Seconds that the host takes to build a verification, and its lazy logits."""
         restore(self.caches, self.saved)
         with on_a_gpu():
             start = time.perf_counter()
@@ -151,7 +151,7 @@ class OurVerify:
         self.saved = contents_of(session.cache)
 
     def build(self, rows: int) -> tuple[float, mx.array]:
-        """Seconds that the host takes to build a verify, and its lazy logits."""
+        """Seconds that the host takes to build a verification, and its lazy logits."""
         self.target.steps.why_not = self.why_not
         session = self.target.start()
         restore(session.cache, self.saved)
@@ -250,7 +250,7 @@ def report(
     repeats: int,
     periods: float,
 ) -> None:
-    """Print the figures of each side, a verify's at so many periods of layers."""
+    """Print the figures of each side, a verification's at so many periods of layers."""
     best = fastest(sides, kernels=kernels, rows=rows, repeats=repeats)
     # Models of one and of two periods: their difference is the cost of a period of layers.
     [stock, *_] = [more - less for less, more in best.values()]
@@ -260,7 +260,7 @@ def report(
         added = nodes - fewer
         launches = sum(n for kind, n in added.items() if kind not in VIEWS | CONSTANTS)
         print(
-            f"{title} {side:8} {1e3 * (more - less) * periods:6.2f} ms a verify, "
+            f"{title} {side:8} {1e3 * (more - less) * periods:6.2f} ms per verification, "
             f"{(more - less) / stock:.2f} of mlx-lm's; {added.total() * periods:.0f} nodes, "
             f"{launches * periods:.0f} launches",
             flush=True,

@@ -42,7 +42,7 @@ class Way:
         self.target.steps.why_not = self.why_not
 
     def verify(self, rows: int) -> tuple[float, mx.array, set[str]]:
-        """Seconds of a verify with its commit, its logits, and the operations that MLX has fused.
+        """Seconds of a verification and commit, its logits, and the operations that MLX has fused.
 
         It is the third of its shape: the second one is traced.
         """

@@ -209,7 +209,9 @@ def _choose(
         )
         if sum(with_units.ours.values()) < sum(with_units.stock.values()):
             all_keys |= unit_keys
-    whole_verify = _time("whole verify", without=frozenset(), with_ours=all_keys, in_turns=in_turns)
+    whole_verify = _time(
+        "whole forward", without=frozenset(), with_ours=all_keys, in_turns=in_turns
+    )
     stock: dict[str, dict[int, float]] = {name: {} for name in groups}
     ours: dict[str, dict[int, float]] = {name: {} for name in groups}
     runs: dict[str, list[int]] = {name: [] for name in groups}

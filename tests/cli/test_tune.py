@@ -64,7 +64,7 @@ def test_a_speed_is_shown_with_two_digits_or_more(speed, shown):
 
 def test_the_table_of_kernel_timings(capsys):
     """`tune` shows it on Macs only."""
-    whole = Timing("whole verify", {1: 1e-2, 16: 5e-2}, {1: 2e-2, 16: 3e-2})
+    whole = Timing("whole forward", {1: 1e-2, 16: 5e-2}, {1: 2e-2, 16: 3e-2})
     timings = [whole, Timing("attention", {16: 5e-3}, {16: 4e-3})]
     Console(width=100).print(_kernel_table(timings))
     *_, layer, forward = capsys.readouterr().out.splitlines()

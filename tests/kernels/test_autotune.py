@@ -1,4 +1,4 @@
-"""Kernels are chosen by timing whole verifies, here with a clock that counts calls and launches."""
+"""Kernels are chosen by timing verifications, here with a clock that counts calls and launches."""
 
 from functools import partial
 

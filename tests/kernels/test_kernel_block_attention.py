@@ -147,7 +147,7 @@ def test_a_row_has_the_same_bits_whatever_rows_share_the_call(case, kernel):
 
 
 def test_rows_that_a_sliding_cache_has_dropped_change_no_bits(kernel):
-    """After a verify the cache holds more rows outside the window than after a step of one row."""
+    """A verification leaves more rows outside the window in the cache than a step of one row."""
     case = Case(group=3, nodes=3, length=190, first=400, window=60)
     (queries, keys, values), named = case.arguments()
     whole = kernel(queries, keys, values, **named)

@@ -207,7 +207,7 @@ def test_a_request_that_failed_leaves_the_conversation_free():
 
 
 def test_a_verify_in_another_thread_does_not_change_the_model():
-    """While a thread is in the middle of a tree's verify, others may call the model directly.
+    """While a thread verifies a tree, others may call the model directly.
 
     The other thread waits inside the first layer until the main thread has called the model.
     """

@@ -28,7 +28,7 @@ from dflash_mlx.targets.span import Span
 pytestmark = pytest.mark.by_family
 
 # Families whose prompts are read one request at a time: a prefill of MLA latents or Mamba states
-# rounds differently from a verify, and Nanbeige runs its last norm twice.
+# rounds differently from a verification, and Nanbeige runs its last norm twice.
 READ_ALONE = (
     "deepseek_v3",
     "deepseek_v32",

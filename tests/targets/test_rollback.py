@@ -121,7 +121,7 @@ def test_the_bytes_of_a_commit_do_not_grow_with_the_context(family):
 
 
 def test_a_commit_runs_no_projection_and_copies_no_state():
-    """It repeats the recurrence from inputs that the verify recorded.
+    """It repeats the recurrence from inputs that the verification recorded.
 
     Those of 16 rows take less than a quarter of the memory of 16 states.
     """
@@ -132,7 +132,7 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
     logits, _ = session.verify(dm.Proposal(random_prompt(16, 1)))
     mx.eval(logits)
     for cache, state in zip(session.cache[:3], states, strict=True):
-        assert cache._before is state, "the state before the verify was copied"
+        assert cache._before is state, "the state before the verification was copied"
         held = sum(array.nbytes for array in (cache._inputs, *cache.recorded))
         assert held < 16 * state.nbytes / 4
     called = []

@@ -50,7 +50,7 @@ def test_a_layer_that_the_target_lacks_cannot_be_tapped(layers):
 
 
 def test_a_forward_refuses_rows_it_cannot_read_and_changes_no_session():
-    """Mixed tap layers, one session twice, or a session whose last verify was not committed."""
+    """Mixed tap layers, one session twice, or a session whose last forward was not committed."""
     model = target("qwen3")
     sessions = [model.start((0,)), model.start((0,)), model.start((1,))]
     for session in sessions:

@@ -84,7 +84,7 @@ def read_header(parts: Sequence[Path]) -> Header:
 
 def read_general(path: Path) -> dict[str, Any]:
     """The first keys of a file, which say what it is (`general.*`). Raises `WeightsError`."""
-    return _read(path, general=True).metadata
+    return _read(path, only_general=True).metadata
 
 
 def read_base_models(path: Path) -> list[str]:
@@ -97,10 +97,10 @@ def read_base_models(path: Path) -> list[str]:
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
 
 
-def _read(path: Path, general: bool = False) -> Header:
+def _read(path: Path, only_general: bool = False) -> Header:
     error_prefix = f"{path}: a GGUF file with a broken header"
     with ErrorWrapper(WeightsError, error_prefix, HEADER_ERRORS), path.open("rb") as file:
-        return _Reader(path, file).header(general)
+        return _Reader(path, file).header(only_general)
 
 
 class _Reader:
@@ -111,7 +111,7 @@ class _Reader:
         self._file = file
         self._size = path.stat().st_size
 
-    def header(self, general: bool = False) -> Header:
+    def header(self, only_general: bool = False) -> Header:
         """Read the header, or only its first keys (`general.*`). Raises `WeightsError`."""
         if self._file.read(4) != b"GGUF":
             raise WeightsError(f"{self._path}: not a GGUF file.")
@@ -123,10 +123,10 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._text()
-            if general and not key.startswith("general."):
+            if only_general and not key.startswith("general."):
                 break
             metadata[key] = self._value()
-        if general:
+        if only_general:
             return Header(metadata, {})
         descriptions = {}
         for _ in range(tensor_count):
