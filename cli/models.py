@@ -315,7 +315,10 @@ def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
 
 
 def _download_sizes(names: list[str], copies: dict[str, int], hub: Hub) -> dict[str, str]:
-    """Ask the hub for the sizes of downloads. The result lacks those that it does not tell."""
+    """The sizes of downloads, as they are printed after a name: of a local copy, else of the hub.
+
+    Sizes that the hub does not tell are left out. The first failed request ends the questions.
+    """
     sizes: dict[str, str] = {}
     with suppress(DownloadError):
         for name in names:

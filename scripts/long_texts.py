@@ -14,11 +14,25 @@ from __future__ import annotations
 import time
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiment import in_turns, mlx_lm_tokens, numbers, options_of
 
-Seconds = tuple[float, float, float, float]  # in all, to the first token, of the first step, later
+
+class Seconds(NamedTuple):
+    """The times of an answer.
+
+    Attributes:
+        total: of the whole answer.
+        first_token: until the first token.
+        first_step: of the first step after it, in which a drafter reads the prompt.
+        later_step: of any later step, on average.
+    """
+
+    total: float
+    first_token: float
+    first_step: float
+    later_step: float
 
 
 class TextOracle:
@@ -50,13 +64,13 @@ class TextOracle:
 
 
 def mlx_lm_seconds(target: Any, prompt: list[int], max_tokens: int) -> Seconds:
-    """The seconds of mlx-lm's own loop."""
+    """Time mlx-lm's own loop, whose steps have one token each."""
     start = time.perf_counter()
     times = list[float]()
     for _ in mlx_lm_tokens(target, prompt, max_tokens):
         times.append(time.perf_counter() - start)
     later = (times[-1] - times[1]) / (len(times) - 2)
-    return times[-1], times[0], times[1] - times[0], later
+    return Seconds(times[-1], times[0], first_step=times[1] - times[0], later_step=later)
 
 
 def seconds(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> Seconds:
@@ -70,7 +84,7 @@ def seconds(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> Se
     stats = result.stats
     first = stats.first_round_seconds
     later = (stats.decode_seconds - first) / max(1, stats.rounds - 1)
-    return total, stats.first_token_seconds, first, later
+    return Seconds(total, stats.first_token_seconds, first_step=first, later_step=later)
 
 
 def drafters_of(model: str) -> dict[str, Any]:
@@ -95,27 +109,30 @@ def main() -> None:
     from dflash_mlx.bench.datasets import embedded_prompts
 
     target = dm.load_target(args.model)
-    target.context_length = 2**20
+    target.context_length = 2**20  # no prompt is too long
     target.tokenizer.eos_token_ids = set()  # every answer has as many tokens
     drafters = drafters_of(args.model)
     text = ""
     for example in embedded_prompts():
         text += f"{example.messages[-1]['content']} {example.answer}\n"
-    ids = target.tokenizer.encode(text * 3)
+    ids = target.tokenizer.encode(text * 3)  # three times are enough for the longest prompt
     for length in numbers(args.lengths):
         prompt = ids[:length]
         plain = dm.generate(target, None, prompt, max_tokens=args.max_tokens)
+        # It drafts the known answer.
         drafters["pays"].text = [*prompt, *plain.tokens]
         methods = {"mlx-lm": partial(mlx_lm_seconds, target, prompt, args.max_tokens)}
         for name, drafter in {"plain": None, **drafters}.items():
             methods[name] = partial(seconds, target, drafter, prompt, args.max_tokens)
         results = in_turns(methods, args.repeats)
-        base = median(run[0] for run in results["mlx-lm"])
+        base = median(run.total for run in results["mlx-lm"])
         for name, runs in results.items():
-            total, token, step, later = (median(values) for values in zip(*runs, strict=True))
+            middle = Seconds(*(median(values) for values in zip(*runs, strict=True)))
             print(
-                f"{length:6} tokens  {name:13}  {total:6.2f} s, first token {token:6.2f} s, first "
-                f"step {step:5.2f} s, a step {1e3 * later:6.1f} ms, {total / base:.2f} of mlx-lm's",
+                f"{length:6} tokens  {name:13}  {middle.total:6.2f} s, "
+                f"first token {middle.first_token:6.2f} s, first step {middle.first_step:5.2f} s, "
+                f"a step {1e3 * middle.later_step:6.1f} ms, "
+                f"{middle.total / base:.2f} of mlx-lm's",
                 flush=True,
             )
 

@@ -27,8 +27,8 @@ _STRING: Final = re.compile(
 )
 # Python's strings in three quotes, and those with letters before the quote, such as r"\d+".
 _PYTHON_STRING: Final = re.compile(
-    r"""([rRuUbBfF]{0,2})(\"{3}|'{3})((?:\\.|(?!\2)[^\\])*)\2"""
-    r"""|([rRuUbBfF]{1,2})(["'])((?:\\.|(?!\5)[^\\])*)\5""",
+    r"""(?P<prefix>[rRuUbBfF]{0,2})(\"{3}|'{3})(?P<text>(?:\\.|(?!\2)[^\\])*)\2"""
+    r"""|(?P<short_prefix>[rRuUbBfF]{1,2})(["'])(?P<short_text>(?:\\.|(?!\5)[^\\])*)\5""",
     re.DOTALL,
 )
 # Strings in a row, which Python joins, and one string of a row. %d is the number of the quote's
@@ -38,7 +38,7 @@ _STRING_ROW: Final = re.compile(
     rf"(?:{_QUOTED % (1, 1)}\s+)+{_QUOTED % (2, 2)}(?=\s*(?:[,)}}\]]|\Z))", re.DOTALL
 )
 _STRING_OF_ROW: Final = re.compile(
-    r"""([rRuUbBfF]{0,2})(["'])((?:\\.|(?!\2)[^\\])*)\2""", re.DOTALL
+    r"""(?P<prefix>[rRuUbBfF]{0,2})(["'])(?P<text>(?:\\.|(?!\2)[^\\])*)\2""", re.DOTALL
 )
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = dict(zip("nrtbfav\"'\\/", "\n\r\t\b\f\a\v\"'\\/", strict=True)) | {"\n": ""}
@@ -57,9 +57,9 @@ def _unescape(match: re.Match[str]) -> str:
     return chr(number) if number <= sys.maxunicode else match[0]
 
 
-def _string_value(letters: str, text: str) -> str:
-    """Return the value of a Python string with these letters before its quote."""
-    return text if "r" in letters.lower() else _ESCAPE.sub(_unescape, text)
+def _string_value(prefix: str, text: str) -> str:
+    """Return the value of a Python string with this prefix, such as the r of r"text"."""
+    return text if "r" in prefix.lower() else _ESCAPE.sub(_unescape, text)
 
 
 class LiteralReader:
@@ -159,25 +159,26 @@ class LiteralReader:
 
     def _string(self) -> str | None:
         """Read a string in quotes; None if there is none."""
-        if self._quote and self._skip(self._quote):
+        if self._quote and self._skip(self._quote):  # between two of the model's own quotes
             start = self.position
             end = self._text.find(self._quote, start)
             if end < 0:
                 raise NotACallError("no end")
             self.position = end + len(self._quote)
             return self._text[start:end]
-        self._skip("")
-        row = _STRING_ROW.match(self._text, self.position)
+        self._skip_spaces()
+        row = _STRING_ROW.match(self._text, self.position)  # strings that Python joins
         if row is not None:
             self.position = row.end()
             strings = _STRING_OF_ROW.finditer(row[0])
-            return "".join(_string_value(string[1], string[3]) for string in strings)
-        match = _PYTHON_STRING.match(self._text, self.position)
-        if match is not None:
-            self.position = match.end()
-            letters = match[1] or match[4] or ""
-            return _string_value(letters, match[3] if match[4] is None else match[6])
-        match = _STRING.match(self._text, self.position)
+            return "".join(_string_value(string["prefix"], string["text"]) for string in strings)
+        python = _PYTHON_STRING.match(self._text, self.position)  # three quotes, or a prefix
+        if python is not None:
+            self.position = python.end()
+            if python["short_prefix"] is not None:
+                return _string_value(python["short_prefix"], python["short_text"])
+            return _string_value(python["prefix"], python["text"])
+        match = _STRING.match(self._text, self.position)  # JSON's, in either quote
         if match is None:
             return None
         self.position = match.end()
@@ -198,9 +199,12 @@ class LiteralReader:
 
     def _skip(self, token: str) -> bool:
         """Skip white space, and a token if it follows. Returns whether it does."""
-        while self.position < len(self._text) and self._text[self.position].isspace():
-            self.position += 1
+        self._skip_spaces()
         if not self._text.startswith(token, self.position):
             return False
         self.position += len(token)
         return True
+
+    def _skip_spaces(self) -> None:
+        while self.position < len(self._text) and self._text[self.position].isspace():
+            self.position += 1

@@ -352,9 +352,10 @@ class AnswerParser:
 
     def _tool_name(self, written_name: str) -> str:
         """Return a tool's name without the namespace that some models write before it."""
+        if written_name in self._schemas:
+            return written_name
         name = written_name.removeprefix("functions.")
-        is_tool = name in self._schemas and written_name not in self._schemas
-        return name if is_tool else written_name
+        return name if name in self._schemas else written_name
 
     def _take(self, border: int) -> str:
         """Remove the pending text up to a border, and return it."""

@@ -249,6 +249,7 @@ class Folder:
             if ids is None or ids == []:
                 continue
             ids = ids if isinstance(ids, list) else [ids]
+            # -1 stands for no token. What is outside of the vocabulary is ignored.
             if not all(is_integer(number, least=-1) for number in ids):
                 raise ConfigError(
                     f"{self.path / file}: eos_token_id must be a token's number or a list of them, "

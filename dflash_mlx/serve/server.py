@@ -66,7 +66,7 @@ class APIServer(uvicorn.Server):
         )
 
     def set_app(self, app: ASGIApp, models: Models) -> None:
-        """Replace the application. The server stops after the open answers of `models`."""
+        """Replace the application. At shutdown, open answers of `models` are finished first."""
         self._models = models
         self._app = app
 

@@ -102,8 +102,8 @@ class Rows:
                 )
             if not session.intact:
                 raise SettingsError(
-                    "The last forward of a session failed or was not committed: commit the rows "
-                    "to keep before it reads more, or start another session."
+                    "The last forward of a session failed or was not committed. Before it reads "
+                    "more, commit the rows that you want to keep, or start a new session."
                 )
 
     @property

@@ -116,9 +116,12 @@ def tokens(proposal) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_of_a_batch_are_those_drafted_alone(kind):
-    """Of random widths, 1 among them; the texts then continue with tokens that were not drafted."""
+    """Also at width 1, which drafts nothing, and past the block. Then [3, 1] is committed.
+
+    What was drafted does not matter: the texts continue with tokens that nobody drafted.
+    """
     batch = BatchAndSingles(kind)
-    widths = [6, 2, 4, 5, 40]
+    widths = [6, 2, 4, 5, 40]  # 40 is more than a block
     for _ in range(3):
         batch.extend()
         anchors = [batch.random.randrange(60) for _ in SETTINGS]

@@ -189,8 +189,8 @@ def read_config(path: object, header: Header) -> Config:
     rows = architectures()
     if kind not in rows:
         raise ConfigError(
-            f"{path}: the architecture is {str(kind)[:40]!r}, which is not supported. Supported "
-            f"are {', '.join(rows)}."
+            f"{path}: the architecture is {str(kind)[:40]!r}, which is not supported. These are: "
+            f"{', '.join(rows)}."
         )
     row = rows[kind]
     fields = Fields(path, kind, header)

@@ -124,9 +124,9 @@ class Conversion:
         tensors = self.header.tensors
         sources = {}
         used = {ROPE_DIVISORS, LONG, SHORT}
-        layers = self.config["num_hidden_layers"]
+        num_layers = self.config["num_hidden_layers"]
         architecture_by_name = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-        names = get_tensor_name_map(architecture_by_name[self._kind], layers)
+        names = get_tensor_name_map(architecture_by_name[self._kind], num_layers)
         special_names = architectures()[self._kind].get("names", {})
         for name, parameter in tree_flatten(model.parameters()):
             suffixes = (".weight", ".bias", ".scale")
@@ -147,10 +147,11 @@ class Conversion:
         shared = self.config.get("num_kv_shared_layers", 0)
         for name in tensors.keys() - used:
             match = _LAYER.match(name)
-            layer = int(match[1]) if match else -1
-            # Layers after the last one are an MTP head. Layers that share keys and values may have
-            # attention tensors that are not used.
-            if layer < layers - shared or (layer < layers and "attn_" not in name):
+            layer = int(match[1]) if match else -1  # outside of the layers nothing may be left over
+            in_mtp_head = layer >= num_layers
+            shares_keys = layer >= num_layers - shared
+            # Layers that share keys and values may have attention tensors that are not used.
+            if not (in_mtp_head or (shares_keys and "attn_" in name)):
                 raise ConfigError(f"{self._path}: the tensor {name} is not understood.")
         return sources
 

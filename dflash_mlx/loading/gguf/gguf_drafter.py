@@ -68,8 +68,8 @@ class DrafterConversion:
         kind = header.metadata.get("general.architecture")
         if kind != KIND:
             raise ConfigError(
-                f"{self._path}: a drafter of the architecture {str(kind)[:40]!r}. Only {KIND!r} is "
-                "supported in GGUF: try its safetensors."
+                f"{self._path}: the drafter's architecture is {str(kind)[:40]!r}. Only "
+                f"{KIND!r} can be read from GGUF: use the drafter's safetensors files instead."
             )
         self._unpacked = unpacked
         self._metadata = header.metadata
@@ -112,10 +112,13 @@ class DrafterConversion:
         ours = _TENSORS.get(pattern)
         if ours is None:
             raise ConfigError(
-                f"{self._path}: the tensor {name} is not understood: of drafters in GGUF, DFlash "
-                "and DSpark are read, not DFlash2."
+                f"{self._path}: the tensor {name} is not understood. In GGUF, only drafters of "
+                "the kinds DFlash and DSpark can be read; DFlash2 cannot."
             )
-        return ours if layer is None else ours.replace("{N}", layer[0])
+        if layer is None:
+            return ours
+        number = layer[0]  # `_LAYER` matches the digits only
+        return ours.replace("{N}", number)
 
     def _read_config(self, fields: Fields) -> dict[str, Any]:
         """The config.json that the metadata and the tensors amount to. Raises `ConfigError`."""

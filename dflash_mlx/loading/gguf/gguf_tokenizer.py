@@ -126,8 +126,8 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     model = str(fields("model"))
     if model not in _MODELS:
         raise ConfigError(
-            f"{path}: the tokenizer is {model[:40]!r}, which is not supported. Supported are "
-            "byte-level BPE (gpt2) and SentencePiece's BPE (llama, gemma4)."
+            f"{path}: the tokenizer is {model[:40]!r}, which is not supported. Supported "
+            "tokenizers are byte-level BPE (gpt2) and SentencePiece's BPE (llama, gemma4)."
         )
     with ErrorWrapper(ConfigError, f"{path}: its tokenizer cannot be read", TOKENIZER_ERRORS):
         tokenizer = _MODELS[model](fields)
@@ -141,7 +141,7 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     if fields.adds_bos:
         bos_id = fields.special_id("bos")
         if bos_id is None:
-            raise ConfigError(f"{path}: add_bos_token is set, but no bos_token_id.")
+            raise ConfigError(f"{path}: add_bos_token is set, but bos_token_id is missing.")
         bos = fields.tokens[bos_id]
         template = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
