@@ -39,7 +39,7 @@ MLX_LM_SERVER = (
     "import sys, dflash_mlx; dflash_mlx.use_fast_blas()\n"
     "from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
 )
-ATTEMPTS = 20
+ATTEMPTS = 20  # at a turn of which the server refuses a request
 START_SECONDS = 600  # loading the model and timing its forwards
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -82,29 +82,43 @@ class ServerProcess:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the process so far, on Linux."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100  # ticks of user and system
+        """User and system CPU seconds of the process so far, on Linux."""
+        # After the program's name, which is in brackets and may hold spaces, values 11 and 12 are
+        # utime and stime (man proc_pid_stat), in ticks of 1/100 second.
+        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(values[11]) + int(values[12])
+        return ticks / 100
 
     def measure(self, clients: int, prompts: int, max_tokens: int) -> dict[str, Any]:
-        """One turn, repeated if the server refuses a request: mlx-lm's queue is short."""
-        asked = embedded_prompts()[:prompts]
+        """The figures of one turn: those of `measure_concurrency`, and "cpu_ms_per_token".
+
+        A turn is repeated if the server refuses a request, because mlx-lm's queue is short.
+
+        Args:
+            clients: how many ask at the same time.
+            prompts: how many of the embedded prompts they ask, all together.
+            max_tokens: of each answer.
+        """
+        questions = embedded_prompts()[:prompts]
         for attempt in range(ATTEMPTS):
             before = self.cpu_seconds
             try:
                 speed = measure_concurrency(
-                    self.client, prompts=asked, clients=clients, max_tokens=max_tokens
+                    self.client, prompts=questions, clients=clients, max_tokens=max_tokens
                 )
                 break
             except ServerError as error:
                 print(f"{self.name}: {error}", file=sys.stderr)
                 if attempt == ATTEMPTS - 1:
                     raise
-        cpu = self.cpu_seconds - before
-        return speed | {"cpu_ms_per_token": 1e3 * cpu / max(1, speed["tokens"])}
+        cpu_ms = 1e3 * (self.cpu_seconds - before)
+        return speed | {"cpu_ms_per_token": cpu_ms / max(1, speed["tokens"])}
 
     def answer(self, talk: list[dict[str, str]], question: str, max_tokens: int) -> str:
-        """Ask the next question of a conversation. Returns a line of what the turn took."""
+        """Ask the next question of a conversation, and append question and answer to `talk`.
+
+        Returns a line to print: tokens reused, the wait for the first text, and CPU seconds.
+        """
         before = self.cpu_seconds
         talk.append({"role": "user", "content": question})
         result, _ = self.client.ask(talk, max_tokens, 0.0, 0)
@@ -118,7 +132,7 @@ class ServerProcess:
 
 
 def line_of(clients: int, name: str, turns: Sequence[dict[str, Any]]) -> str:
-    """A line of the table: the medians of the turns."""
+    """A line of the table: medians over the turns, which are results of `measure`."""
     speed = median(turn["tokens_per_second"] for turn in turns)
     wait = 1e3 * median(turn["first_token_seconds"]["median"] for turn in turns)
     cpu = median(turn["cpu_ms_per_token"] for turn in turns)

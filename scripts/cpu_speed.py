@@ -33,13 +33,14 @@ MLX_LM = "mlx-lm"
 PLAIN = "plain"
 SHIPPED = "shipped"
 BLOCKS = "blocks"
-COLUMNS = ("question", "prompt", "problem", "text", "turns")  # of a suite, the first that is there
-ROWS = (1, 4, 8, 16)
+# The question of a row of a suite is in the first of these fields that it has.
+COLUMNS = ("question", "prompt", "problem", "text", "turns")
+ROWS = (1, 4, 8, 16)  # of the steps whose cost is measured
 
 
 def main() -> None:
     """Print everything; or answer the questions of another process."""
-    given = options_of(
+    options = options_of(
         __doc__,
         against="",  # another checkout
         data="",  # a folder of suites, a JSONL file each
@@ -48,49 +49,54 @@ def main() -> None:
         stock_blas=False,
         limit=2,  # prompts of a class
         max_tokens=96,
-        bits=20_000,  # drafted tokens to compare; 0 leaves this and all below out
+        bits=20_000,  # drafted tokens whose logits are compared; 0: measure nothing but decoding
         requests="1,2,4,8,16,32,64",
         quick=False,
         worker="",
     )
-    if given.worker:
-        answer(given.worker, given.stock_blas)
+    if options.worker:
+        answer(options.worker, options.stock_blas)
         return
-    if given.quick:
-        given.limit = 1
-        given.max_tokens = 48
-        given.bits = 400
-        given.requests = "1,8,32"
-    for model in given.models.split(","):
+    if options.quick:
+        options.limit = 1
+        options.max_tokens = 48
+        options.bits = 400
+        options.requests = "1,8,32"
+    for model in options.models.split(","):
         workers = {"": Worker(HERE, model)}
-        if given.against:
-            workers["before: "] = Worker(Path(given.against), model)
+        if options.against:
+            workers["before: "] = Worker(Path(options.against), model)
         print(f"\n{model}, {workers[''].ask(about=True)['blas']}", flush=True)
-        methods = given.methods.split(",")
+        methods = options.methods.split(",")
         compare(
             workers,
             methods=methods,
-            classes=prompts_of(given.data),
-            limit=given.limit,
-            max_tokens=given.max_tokens,
+            classes=prompts_of(options.data),
+            limit=options.limit,
+            max_tokens=options.max_tokens,
         )
-        if given.bits:
+        if options.bits:
             costs = zip(ROWS, workers[""].ask(rows=ROWS)["costs"], strict=True)
             print("a step of " + ", ".join(f"{rows} rows: {cost:.2f}" for rows, cost in costs))
-            tokens, different = workers[""].ask(bits=given.bits)["bits"]
+            tokens, different = workers[""].ask(bits=options.bits)["bits"]
             print(f"drafted tokens with other logits than plain's: {different} of {tokens:,}")
         for worker in workers.values():
             worker.process.kill()
-        for bias in (0, 1) if given.bits else ():
+        for bias in (0, 1) if options.bits else ():
             print("\nMany requests" + ", each with a logit bias" * bias, flush=True)
-            settings = {"model": model, "logit-bias": bias, "requests": given.requests}
-            settings |= {"repeats": given.limit, "max-tokens": given.max_tokens}
-            options = [f"--{name}={value}" for name, value in settings.items()]
-            subprocess.run([sys.executable, HERE / "scripts/many_requests.py", *options])
+            settings = {"model": model, "logit-bias": bias, "requests": options.requests}
+            settings |= {"repeats": options.limit, "max-tokens": options.max_tokens}
+            arguments = [f"--{name}={value}" for name, value in settings.items()]
+            subprocess.run([sys.executable, HERE / "scripts/many_requests.py", *arguments])
 
 
 class Worker:
-    """A process that decodes with the package of one checkout, with our own options."""
+    """This script, started again as a worker that imports the package of one checkout.
+
+    Args:
+        checkout: the folder of the repository.
+        model: the name of the model that it loads.
+    """
 
     def __init__(self, checkout: Path, model: str) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model]
@@ -104,7 +110,7 @@ class Worker:
         )
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """The answer to a question; see `answer`."""
+        """The reply to a question; `answer` lists the questions."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(question), file=self.process.stdin, flush=True)
         reply: dict[str, Any] = json.loads(self.process.stdout.readline())
@@ -112,7 +118,11 @@ class Worker:
 
 
 def prompts_of(data: str) -> dict[str, list[str]]:
-    """Questions by class."""
+    """Questions by class.
+
+    They are the embedded prompts by category, or, if `data` names a folder, those of each JSONL
+    file in it.
+    """
     classes: dict[str, list[str]] = defaultdict(list)
     if not data:
         from dflash_mlx.bench.datasets import embedded_prompts
@@ -134,45 +144,65 @@ def compare(
     limit: int,
     max_tokens: int,
 ) -> None:
-    """Decode every prompt with every method of every checkout, in random turns."""
+    """Decode prompts with every method of every checkout, in random order, and print the table.
+
+    Args:
+        workers: by what stands before a method in the table's head: "" for this checkout.
+        methods: see the module's docstring.
+        classes: prompts by class, a row of the table each.
+        limit: how many prompts of each class.
+        max_tokens: of each answer.
+    """
     names = [(where, method) for where in workers for method in methods]
     table: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    print(f"{'':12}{PLAIN:>9}" + "".join(f"{w + m:>16}" for w, m in names if (w, m) != ("", PLAIN)))
+    heads = [where + method for where, method in names if (where, method) != ("", PLAIN)]
+    print(f"{'':12}{PLAIN:>9}" + "".join(f"{head:>16}" for head in heads))
     different = 0
     for kind, prompts in classes.items():
         for prompt in prompts[:limit]:
             texts = {}
             for where, method in Random(prompt).sample(names, len(names)):
-                done = workers[where].ask(method=method, prompt=prompt, max_tokens=max_tokens)
-                texts[where, method] = done["tokens"]
-                rate = max(1, len(done["tokens"]) - 1) / done["seconds"]
+                reply = workers[where].ask(method=method, prompt=prompt, max_tokens=max_tokens)
+                texts[where, method] = reply["tokens"]
+                timed_tokens = len(reply["tokens"]) - 1  # the first one is the prompt's
+                rate = max(1, timed_tokens) / reply["seconds"]
                 table[where, method][kind].append(rate)
             different += sum(text != texts["", PLAIN] for text in texts.values())
         print(_line(kind, names, {name: table[name][kind] for name in names}), flush=True)
-    everything = {name: [x for kind in table[name].values() for x in kind] for name in names}
+    everything = {
+        name: [rate for rates in table[name].values() for rate in rates] for name in names
+    }
     print(_line("all", names, everything))
     pairs = zip(everything["", SHIPPED], everything["", PLAIN], strict=True)
-    print(f"slowest prompt as shipped: {min(a / b for a, b in pairs):.2f} of plain")
+    slowest = min(shipped / plain for shipped, plain in pairs)
+    print(f"slowest prompt as shipped: {slowest:.2f} of plain")
     print(f"texts that are not plain's: {different}")
 
 
 def _line(kind: str, names: list[tuple[str, str]], rates: dict[Any, list[float]]) -> str:
-    """Tokens per second of plain, and of every other method over plain: ratios of total times."""
-    plain = rates["", PLAIN]
-    our_seconds = sum(1 / rate for rate in plain)
-    ratios = [
-        f"{our_seconds / sum(1 / rate for rate in rates[name]):16.2f}"
-        for name in names
-        if name != ("", PLAIN)
-    ]
-    return f"{kind:12}{len(plain) / our_seconds:9.1f}" + "".join(ratios)
+    """A row of the table: plain's tokens per second, and each other method's over plain's.
+
+    `rates` has the tokens per second of each prompt. As speeds are compared by their times, each
+    method is taken to write one token for each prompt.
+    """
+    seconds = {name: sum(1 / rate for rate in rates[name]) for name in names}
+    plain_seconds = seconds["", PLAIN]
+    plain_rate = len(rates["", PLAIN]) / plain_seconds
+    ratios = [f"{plain_seconds / seconds[name]:16.2f}" for name in names if name != ("", PLAIN)]
+    return f"{kind:12}{plain_rate:9.1f}" + "".join(ratios)
 
 
 # In a worker
 
 
 def answer(model: str, stock_blas: bool) -> None:
-    """Answer questions, a line of JSON each, until there are no more."""
+    """Answer the questions on stdin, a line of JSON each, until it ends. They ask for:
+
+    - method, prompt, max_tokens: the tokens, and the CPU seconds of all but the first step.
+    - rows: what a step of each of these numbers of rows costs.
+    - bits: of about so many drafted tokens, how many have other logits than plain decoding's.
+    - about: the BLAS.
+    """
     import dflash_mlx as dm
 
     blas = dm.use_fast_blas(stock=stock_blas)
@@ -218,7 +248,7 @@ def _steps(
 
 
 def _text_of(target: Any, number: int) -> tuple[list[int], list[int]]:
-    """A prompt, and the target's own text after it."""
+    """The token ids of an embedded prompt, by its number, and of the target's text after it."""
     import dflash_mlx as dm
 
     prompt = embedded_ids(target)[number]
@@ -226,13 +256,13 @@ def _text_of(target: Any, number: int) -> tuple[list[int], list[int]]:
 
 
 def _row_costs(target: Any, counts: list[int]) -> list[float]:
-    """What a step of each number of rows costs, in steps of the first number (medians)."""
+    """Median CPU time of a step of each number of rows, over that of the first number."""
     import mlx.core as mx
 
     import dflash_mlx as dm
 
     session = target.start(())
-    (prompt, text) = _text_of(target, 0)
+    prompt, text = _text_of(target, 0)
     for _ in session.prefill(prompt):
         pass
     seconds: dict[int, list[float]] = defaultdict(list)
@@ -245,8 +275,12 @@ def _row_costs(target: Any, counts: list[int]) -> list[float]:
     return [median(seconds[rows]) / median(seconds[counts[0]]) for rows in counts]
 
 
-def _compare_bits(target: Any, most: int) -> tuple[int, int]:
-    """Verify texts one row at a time, and in drafts that are right for a while; compare logits."""
+def _compare_bits(target: Any, wanted: int) -> tuple[int, int]:
+    """Compare the logits of drafted rows with those of the same tokens, verified one at a time.
+
+    Drafts are 2 to 16 rows of the target's own text, of which some at the end are random tokens.
+    Returns how many rows were compared, `wanted` or slightly more, and how many of them differed.
+    """
     import mlx.core as mx
 
     import dflash_mlx as dm
@@ -255,7 +289,7 @@ def _compare_bits(target: Any, most: int) -> tuple[int, int]:
     tokens = 0
     different = 0
     number = 0
-    while tokens < most:
+    while tokens < wanted:
         prompt, text = _text_of(target, number)
         number += 1
         plain = target.start(())
@@ -264,7 +298,7 @@ def _compare_bits(target: Any, most: int) -> tuple[int, int]:
             for _ in session.prefill(prompt):
                 pass
         position = 0
-        while position < len(text) and tokens < most:
+        while position < len(text) and tokens < wanted:
             rows = random.randint(2, 16)
             right = min(random.randint(1, rows), len(text) - position)
             wrong = [random.randrange(100) for _ in range(rows - right)]
@@ -272,11 +306,11 @@ def _compare_bits(target: Any, most: int) -> tuple[int, int]:
             mx.eval(logits)
             drafted.commit(list(range(right)))
             for row in range(right):
-                alone, _ = plain.verify(dm.Proposal([text[position + row]]))
-                different += not mx.array_equal(alone[0], logits[row]).item()
+                plain_logits, _ = plain.verify(dm.Proposal([text[position + row]]))
+                different += not mx.array_equal(plain_logits[0], logits[row]).item()
                 plain.commit([0])
-            position = position + right
-            tokens = tokens + right
+            position += right
+            tokens += right
     return tokens, different
 
 

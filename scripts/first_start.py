@@ -26,21 +26,21 @@ START = "from dflash_mlx.cli.main import main; main()"
 
 def main() -> None:
     """Measure and print."""
-    given = options_of(__doc__, against="", turns=5)
-    if not given.against:
+    options = options_of(__doc__, against="", turns=5)
+    if not options.against:
         raise SystemExit("name the other checkout: --against FOLDER")
-    checkouts = {"ours": ROOT, "before": Path(given.against).resolve()}
+    checkouts = {"ours": ROOT, "before": Path(options.against).resolve()}
     starts = {name: partial(start, folder) for name, folder in checkouts.items()}
-    in_turns(starts, 1)  # which compiles the bytecode of both
-    seconds = in_turns(starts, given.turns)
+    in_turns(starts, 1)  # compiles the bytecode of both
+    seconds = in_turns(starts, options.turns)
     for number, moment in enumerate(("first text", "end")):
         ours, before = ([turn[number] for turn in seconds[name]] for name in checkouts)
-        ratio = median(a / b for a, b in zip(ours, before, strict=True))
+        ratio = median(now / then for now, then in zip(ours, before, strict=True))
         print(f"{moment:12}{median(ours):6.2f} s, before {median(before):.2f} s: {ratio:.2f}")
 
 
 def start(checkout: Path) -> tuple[float, float]:
-    """Seconds until the first text of a process of its own, and until its end."""
+    """Run a checkout in a new process: seconds until its first text, and until its end."""
     with tempfile.TemporaryDirectory() as home:
         variables = {"HOME": home, "PATH": os.environ["PATH"], "PYTHONPATH": str(checkout)}
         clock = time.perf_counter()

@@ -47,7 +47,8 @@ BODIES: tuple[type[Body], ...] = (
 FOLDER = Path(__file__).parents[1] / "docs" / "commands"
 TARGETS = Path(__file__).parents[1] / "docs" / "targets.md"
 MODELS = Path(__file__).parents[1] / "tests" / "data" / "mlx_lm_models.json"
-TABLE = "<!-- scripts/make_docs.py writes this table -->", "<!-- end of the table -->"
+TABLE_BEGIN = "<!-- scripts/make_docs.py writes this table -->"
+TABLE_END = "<!-- end of the table -->"
 MARK = "<!-- Above this line scripts/make_docs.py writes; below it people do. -->\n"
 PROGRAM = "dflash-mlx"
 
@@ -77,11 +78,13 @@ def generated(name: str, command: Any) -> str:
 
 
 def _argument(param: Any) -> str:
+    """An argument as the usage line shows it: "[PROMPT...]" if it may be left out or repeated."""
     name = (param.metavar or param.name).upper() + ("..." if param.nargs != 1 else "")
     return name if param.required else f"[{name}]"
 
 
 def _row(param: Any) -> str:
+    """A row of a command's table: an argument's or option's names, help and default."""
     if param.param_type_name == "argument":
         names = f"`{_argument(param).strip('[]')}`"
     else:
@@ -133,15 +136,16 @@ def fields() -> str:
 
 
 def _field(name: str, text: str, kind: str) -> str:
+    """A field as a cell lists it, with its values in brackets: what `text` says after `kind`."""
     values = text.removeprefix(kind).lstrip(", ")
     return f"`{name}` ({values})" if values else f"`{name}`"
 
 
 @cache
 def support(body: type[Body], depth: int) -> dict[str, str]:
-    """The declared fields of a request: "yes" and a range, "refused", or "only ...".
+    """What a request may say in each declared field: "yes" and a range, "refused", or "only ...".
 
-    Names of fields in fields have a dot. `depth` is the most parts of a name.
+    With a `depth` of 2, the fields of objects inside are listed too, as "outer.inner".
     """
     schema = body.model_json_schema()
     fields = dict[str, str]()
@@ -156,6 +160,7 @@ def support(body: type[Body], depth: int) -> dict[str, str]:
             for nested in nested_bodies:
                 for inner, text in support(nested, depth - 1).items():
                     place = f"{spelling}.{inner}"
+                    # If the models of a union differ in a field, some value of it is read.
                     fields[place] = text if fields.get(place, text) == text else "yes"
     for name, only in body.unsupported.items():
         fields[name] = "refused" if only is None else f"only `{only!r}`"
@@ -163,13 +168,14 @@ def support(body: type[Body], depth: int) -> dict[str, str]:
 
 
 def _bodies(annotation: Any) -> list[type[Body]]:
-    """The models in a type."""
+    """The request models that a type annotation names, alone or in a union or list."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return [annotation]
     return [body for arg in get_args(annotation) for body in _bodies(arg)]
 
 
 def _support(schema: dict[str, Any]) -> str:
+    """What a field's JSON schema allows: "only ..." for one value, otherwise "yes" and a range."""
     merged: dict[str, Any] = {}
     for variant in [*schema.get("anyOf", ()), schema]:
         merged |= variant
@@ -190,30 +196,30 @@ def _range(schema: dict[str, Any]) -> str:
 
 
 def drafting(target: Target) -> str:
-    """The cells of the table of targets: what a rejected row costs, and trees."""
+    """Two cells of a target's row: what a rejected row costs, and whether trees are verified."""
     cost = "nothing, or a replayed state" if target.has_rollback else "kept rows run again"
     return f"{cost} | {target.why_no_trees or 'yes'}"
 
 
 def targets() -> str:
     """docs/targets.md with its table written anew."""
-    kinds: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}  # by the other cells of their row
     for name, config in json.loads(MODELS.read_text()).items():
         model_class, arguments = classes_of(config)
         cells = "not run: its layers need Metal | "
         with suppress(ConfigError, RuntimeError):
             model = model_class(arguments.from_dict(config))
             cells = drafting(Target(model, tokenizer=None, config=config, name=name))
-        kinds.setdefault(cells, []).append(f"`{name}`")
+        modules.setdefault(cells, []).append(f"`{name}`")
     lines = ["| rejected rows cost | trees | mlx-lm modules |", "|---|---|---|"]
-    lines += [f"| {cells} | {', '.join(names)} |" for cells, names in kinds.items()]
+    lines += [f"| {cells} | {', '.join(names)} |" for cells, names in modules.items()]
     return _with_table(TARGETS, lines)
 
 
 def _with_table(page: Path, lines: list[str]) -> str:
-    """A page with other lines in its table."""
-    before, _, after = page.read_text().partition(TABLE[0])
-    return "\n".join([before + TABLE[0], *lines, TABLE[1] + after.partition(TABLE[1])[2]])
+    """The text of a page, with `lines` in place of its table."""
+    before, _, after = page.read_text().partition(TABLE_BEGIN)
+    return "\n".join([before + TABLE_BEGIN, *lines, TABLE_END + after.partition(TABLE_END)[2]])
 
 
 def main() -> None:

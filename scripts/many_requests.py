@@ -32,7 +32,7 @@ import dflash_mlx as dm
 from dflash_mlx.loading.registry import known_drafter
 
 Texts = list[list[int]]
-BIAS = {5: -1.0, 7: 0.5}  # with --logit-bias 1
+BIAS = {5: -1.0, 7: 0.5}  # by token id, with --logit-bias 1
 BASELINE = "mlx-lm"
 # The layers and heads of Qwen3-8B, with tiny widths.
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "vocab_size": 1024}
@@ -88,14 +88,14 @@ def main() -> None:
 def timed(
     method: Callable[..., Texts], prompts: Sequence[list[int]], settings: dict[str, Any]
 ) -> tuple[float, Texts]:
-    """Tokens per second over all requests, and their texts."""
+    """Tokens per CPU second of all requests together, and their texts."""
     clock = time.process_time()
     texts = method(prompts, **settings)
     return sum(map(len, texts)) / (time.process_time() - clock), texts
 
 
 def engine_texts(engine: dm.Engine, prompts: Sequence[list[int]], **settings: Any) -> Texts:
-    """The texts of our engine."""
+    """The texts of our engine, which gets all requests at once."""
     jobs = [engine.submit(prompt, **settings) for prompt in prompts]
     return [job.result().tokens for job in jobs]
 
@@ -106,7 +106,7 @@ def batch_generator(
     max_tokens: int,
     logit_bias: dict[int, float] | None,
 ) -> Texts:
-    """The texts of mlx-lm's batching."""
+    """The texts of mlx-lm's BatchGenerator, which gets all requests at once."""
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.sample_utils import make_logits_processors
 
@@ -129,17 +129,29 @@ def batch_generator(
 
 
 def _line(count: int, timings: dict[str, list[tuple[float, Texts]]], alone: Texts) -> str:
-    """Medians of the turns; the first turn warms up."""
+    """A row of the table: medians of all turns but the first, which warms up.
+
+    Args:
+        count: of requests.
+        timings: the results of `timed`, turn by turn, of each method.
+        alone: what plain decoding writes for each request by itself.
+    """
     speeds = {name: [speed for speed, _ in runs[1:]] for name, runs in timings.items()}
     baseline = speeds.pop(BASELINE)
     better = max(speeds["plain"], speeds["blocks"], key=median)
-    pairs = [(each, baseline) for each in speeds.values()] + [(speeds["policy"], better)]
-    ratios = "".join(f"{median(a / b for a, b in zip(*pair, strict=True)):8.2f}" for pair in pairs)
-    same = " / ".join(
-        f"{sum(a == b for a, b in zip(runs[-1][1], alone, strict=False))} of {count}"
-        for runs in timings.values()
-    )
-    return f"{count:8}  {median(baseline):12,.0f}{ratios}   {same}"
+    pairs = [(ours, baseline) for ours in speeds.values()] + [(speeds["policy"], better)]
+    ratios = "".join(f"{_median_ratio(*pair):8.2f}" for pair in pairs)
+    equal_texts = []
+    for runs in timings.values():
+        _, texts = runs[-1]
+        equal = sum(text == plain for text, plain in zip(texts, alone, strict=False))
+        equal_texts.append(f"{equal} of {count}")
+    return f"{count:8}  {median(baseline):12,.0f}{ratios}   {' / '.join(equal_texts)}"
+
+
+def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over the turns of our speed divided by theirs."""
+    return median(mine / other for mine, other in zip(ours, theirs, strict=True))
 
 
 # Counts
@@ -154,12 +166,13 @@ def print_counts(steps: int) -> None:
 
 
 def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
-    """Launches of a plain step of `count` requests: mlx-lm's, ours."""
+    """Launches of a plain step of `count` requests: mlx-lm's, and ours. Means of `steps` steps."""
     from mlx_lm.generate import BatchGenerator
 
     from dflash_mlx.engine.shared_batch import BatchItem, SharedBatch
     from dflash_mlx.generation import GenerationSettings, make_request
 
+    # Of different tokens and lengths.
     prompts = [
         [1 + (7 * index + row) % 1000 for row in range(20 + index)] for index in range(count)
     ]
@@ -177,18 +190,22 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
         request.finish_prompt()
     batch = SharedBatch(target, None)
     counts = []
-    for take in (generator.next, lambda: batch.step([BatchItem(member) for member in requests])):
+    for step in (generator.next, lambda: batch.step([BatchItem(member) for member in requests])):
         for _ in range(3):  # a pipeline has begun, and no request enters or leaves
-            take()
-        with evaluated() as names:
+            step()
+        with evaluated() as primitives:
             for _ in range(steps):
-                take()
-        counts.append(sum(n for name, n in names.items() if name not in VIEWS) / steps)
+                step()
+        launches = sum(number for name, number in primitives.items() if name not in VIEWS)
+        counts.append(launches / steps)
     return counts
 
 
 def random_target(**changes: Any) -> dm.Target:
-    """A target of the layers and heads of Qwen3-8B, with tiny widths and random weights."""
+    """A target of the layers and heads of Qwen3-8B, with tiny widths and random weights.
+
+    `changes` replace fields of its config.
+    """
     from mlx_lm.models.qwen3 import Model, ModelArgs
 
     from dflash_mlx.loading.load import load_target
@@ -205,7 +222,7 @@ def random_target(**changes: Any) -> dm.Target:
 
 @contextmanager
 def evaluated() -> Iterator[Counter[str]]:
-    """Counts the primitives that every `mx.eval` and `mx.async_eval` inside has to run."""
+    """Counts, by name, what `mx.eval` and `mx.async_eval` run inside the `with` block."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

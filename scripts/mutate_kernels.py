@@ -42,7 +42,7 @@ from experiment import copy_repository
 ROOT = Path(__file__).parents[1]
 SECONDS = 900  # for the tests of one mutant
 
-# Tests, and the stems of the files whose code they run.
+# Names of test files, and the stems of the files whose code they run.
 COVERED = {
     "test_kernel_matmul": "fragment fused gated launcher matmul_tile matrix_rows merge_splits "
     "verify_matmul weights",
@@ -61,7 +61,7 @@ COVERED = {
     "test_tree_attention test_tree_families": "row_cache kv window span intercept tree_attention",
 }
 FOLDERS = ("metal", "dflash_mlx/kernels", "dflash_mlx/loading", "dflash_mlx/targets")
-# What is replaced by what, wherever it stands in a line of code.
+# (pattern, replacement): each match in a line of code makes one mutant.
 SWAPS = [
     (r" \+ ", " - "),
     (r" - ", " + "),
@@ -88,8 +88,8 @@ SWAPS = [
 class Mutant:
     """A line of a file, and what it becomes."""
 
-    file: str
-    number: int
+    file: str  # from the root of the repository
+    number: int  # of the line, from 1
     line: str
     becomes: str
 
@@ -109,23 +109,25 @@ TESTS = tests_by_file()
 
 def mutants_of(file: str) -> Iterator[Mutant]:
     """Every mutant of a file's code; comments, docstrings, imports and messages are left alone."""
-    inside = False  # a docstring of several lines
+    in_docstring = False  # of several lines
     for number, line in enumerate((ROOT / file).read_text().splitlines(), start=1):
         quotes = line.count('"""')
-        if inside or quotes:
-            inside ^= quotes == 1
+        if in_docstring or quotes:
+            if quotes == 1:  # it begins or ends here
+                in_docstring = not in_docstring
             continue
         code = line.strip()
         if code.startswith(("//", "#", "import", "from", "template", "raise")) or 'f"' in line:
             continue
+        uncommented = line.split("//")[0].split("  # ")[0]
         for pattern, replacement in SWAPS:
-            for match in re.finditer(pattern, line.split("//")[0].split("  # ")[0]):
+            for match in re.finditer(pattern, uncommented):
                 becomes = line[: match.start()] + match.expand(replacement) + line[match.end() :]
                 yield Mutant(file, number=number, line=line, becomes=becomes)
 
 
 def noticed(folder: Path, mutant: Mutant) -> bool:
-    """Whether a test fails with the mutant in place."""
+    """Whether a test fails, or takes too long, with the mutant in `folder`, a copy of the code."""
     path = folder / mutant.file
     text = path.read_text()
     lines = text.splitlines()
@@ -141,7 +143,8 @@ def noticed(folder: Path, mutant: Mutant) -> bool:
         return True
     finally:
         path.write_text(text)
-    return done.returncode not in (0, 4, 5)  # 4 and 5 say that nothing ran; a crash counts
+    # pytest ends with 4 or 5 if no test ran; any other code, that of a crash too, is a failure.
+    return done.returncode not in (0, 4, 5)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from statistics import median
 
 from experiment import embedded_ids, in_turns, options_of
 
-Decode = Callable[[list[int], int], list[int]]  # from a prompt to at most so many new tokens
+Decode = Callable[[list[int], int], list[int]]  # (prompt, most new tokens) -> new tokens
 PLAIN = "ours, plain"
 BLOCKS = "ours, full blocks"
 MLX_LM = "mlx-lm"
@@ -39,7 +39,7 @@ MLX_LM = "mlx-lm"
 
 def main() -> None:
     """Measure and print, or answer the questions of the process that does."""
-    given = options_of(
+    options = options_of(
         __doc__,
         prompts=20,
         max_tokens=96,
@@ -49,20 +49,21 @@ def main() -> None:
         pair="",
         blas="",
     )
-    if given.worker:
+    if options.worker:
         if sys.platform == "linux":
             # Without this, a worker would inherit the policy of the process that measures.
-            policy = os.SCHED_OTHER if given.as_installed else os.SCHED_BATCH
+            policy = os.SCHED_OTHER if options.as_installed else os.SCHED_BATCH
             os.sched_setscheduler(0, policy, os.sched_param(0))
-        answer(given.worker, Path(given.pair), given.blas)
+        answer(options.worker, Path(options.pair), options.blas)
         return
     import dflash_mlx as dm
 
     blas = dm.use_fast_blas()
     target = dm.load_target("tiny")
     ends = set(target.tokenizer.eos_token_ids)
-    every = embedded_ids(target)
-    prompts = every[:: max(1, len(every) // given.prompts)][: given.prompts]
+    all_prompts = embedded_ids(target)
+    stride = max(1, len(all_prompts) // options.prompts)
+    prompts = all_prompts[::stride][: options.prompts]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("target", "drafter"):
@@ -74,10 +75,10 @@ def main() -> None:
                 install(PORTS[system], packages)
             workers[system] = Worker(system, packages, pair=folder, blas=blas.path or "")
         methods = {
-            system: partial(worker.ask, prompts, given.max_tokens)
+            system: partial(worker.ask, prompts, options.max_tokens)
             for system, worker in workers.items()
         }
-        report(in_turns(methods, 1 + given.turns), ends)
+        report(in_turns(methods, 1 + options.turns), ends)
         for worker in workers.values():
             worker.process.kill()
 
@@ -93,7 +94,7 @@ def save_float32(part: str, folder: Path) -> None:
     (copy / "config.json").write_text(json.dumps(config))
     weights = mx.load(str(copy / "model.safetensors"))
     arrays = {name: array.astype(mx.float32) for name, array in weights.items()}
-    mx.eval(arrays)  # read, before the file is written
+    mx.eval(arrays)  # reads the file, which is then overwritten
     mx.save_safetensors(str(copy / "model.safetensors"), arrays, metadata={"format": "mlx"})
 
 
@@ -110,7 +111,7 @@ class Worker:
         system: its name, one of `SYSTEMS`.
         packages: a folder that is searched for packages first.
         pair: the folder of the target and the drafter.
-        blas: the library of matrix products, or nothing where MLX's own are fast.
+        blas: path of the library of matrix products; "" where MLX's own are fast.
     """
 
     def __init__(self, system: str, packages: Path, pair: Path, blas: str) -> None:
@@ -124,7 +125,7 @@ class Worker:
         )
 
     def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
-        """CPU seconds of all answers after their prompts, and the answers."""
+        """CPU seconds of all answers without their prompts, and the answers' token ids."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps([prompts, max_tokens]), file=self.process.stdin, flush=True)
         reply = self.process.stdout.readline()
@@ -135,7 +136,12 @@ class Worker:
 
 
 def report(runs: dict[str, list[tuple[float, list[list[int]]]]], ends: set[int]) -> None:
-    """Print each system's figures; the first turn warms up."""
+    """Print each system's figures; the first turn warms up.
+
+    Args:
+        runs: the results of `Worker.ask`, turn by turn, of each system.
+        ends: end tokens, which some systems return and others do not.
+    """
     speeds = {}
     texts = {}
     for system, turns in runs.items():
@@ -145,8 +151,8 @@ def report(runs: dict[str, list[tuple[float, list[list[int]]]]], ends: set[int])
     print(f"{'':20}{'tokens/s':>9}{PLAIN:>16}{BLOCKS:>20}{'other texts':>14}")
     for system, rates in speeds.items():
         plain, blocks = (
-            median(ours / theirs for ours, theirs in zip(speeds[own], rates, strict=True))
-            for own in (PLAIN, BLOCKS)
+            median(ours / theirs for ours, theirs in zip(speeds[our_method], rates, strict=True))
+            for our_method in (PLAIN, BLOCKS)
         )
         different = sum(
             text != ours for text, ours in zip(texts[system], texts[PLAIN], strict=True)
@@ -158,7 +164,7 @@ def report(runs: dict[str, list[tuple[float, list[list[int]]]]], ends: set[int])
 
 
 def answer(system: str, pair: Path, blas: str) -> None:
-    """Decode the prompts of each line of JSON, until there are no more."""
+    """Decode the prompts of each line of JSON on stdin, until it ends."""
     if blas:
         ctypes.CDLL(blas, mode=ctypes.RTLD_GLOBAL)
     # Ports may print while they load and decode.
@@ -172,21 +178,22 @@ def answer(system: str, pair: Path, blas: str) -> None:
         for prompt in prompts:
             start = time.process_time()
             decode(prompt, 1)
-            read = time.process_time()
+            begin = time.process_time()
             texts.append(decode(prompt, max_tokens))
-            seconds += time.process_time() - read - (read - start)
+            prompt_seconds = begin - start
+            seconds += time.process_time() - begin - prompt_seconds
         print(json.dumps([seconds, texts]), file=replies, flush=True)
 
 
 def ours(target: str, drafter: str, drafts: bool) -> Decode:
-    """This package's decoding, plain or in full blocks."""
+    """This package's decoding, in full blocks if it `drafts`, otherwise plain."""
     import dflash_mlx as dm
 
-    pair = dm.load(target, drafter)
-    used = pair[1] if drafts else None
+    model, network = dm.load(target, drafter)
+    used_drafter = network if drafts else None
 
     def decode(prompt: list[int], max_tokens: int) -> list[int]:
-        return dm.generate(pair[0], used, prompt, max_tokens=max_tokens).tokens
+        return dm.generate(model, used_drafter, prompt, max_tokens=max_tokens).tokens
 
     return decode
 
@@ -221,7 +228,7 @@ def z_lab(target: str, drafter: str) -> Decode:
 
 
 def bstnxbt(target: str, drafter: str) -> Decode:
-    """bstnxbt's port."""
+    """bstnxbt's port, whose package has the name of ours and is found before it."""
     from dflash_mlx import runtime
     from dflash_mlx.engine.events import TokenEvent
     from dflash_mlx.runtime.bundle import load_runtime_bundle

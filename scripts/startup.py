@@ -39,34 +39,34 @@ PHASES = "--phases-of"  # the option with which this script starts itself again
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print both tables; or list the phases of this process, if it was started for that."""
     if PHASES in sys.argv:
         list_phases(sys.argv[-1])
         return
-    given = options_of(__doc__, turns=7)
+    options = options_of(__doc__, turns=7)
     calls = {name: partial(cpu_seconds, command) for name, command in COMMANDS.items()}
     in_turns(calls, 1)
-    seconds = in_turns(calls, given.turns)
+    seconds = in_turns(calls, options.turns)
     show_ratios(seconds)
     phases = {kind: partial(phases_of, kind) for kind in ("tiny", "none")}
-    show_phases(in_turns(phases, given.turns))
+    show_phases(in_turns(phases, options.turns))
 
 
 def cpu_seconds(command: Sequence[str]) -> float:
-    """Processor time of a process, from its first instruction to its end."""
+    """CPU seconds of a process, from its first instruction to its end."""
     before = used_by_children()
     subprocess.run(command, env=environment(), capture_output=True, check=True)
     return used_by_children() - before
 
 
 def used_by_children() -> float:
-    """Processor time of all child processes that have ended."""
+    """CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def environment() -> Mapping[str, str]:
-    """This process's variables, without the one that would have modules compiled at each start."""
+    """The environment variables, without the one that stops Python from keeping its bytecode."""
     return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -80,16 +80,19 @@ def show_ratios(seconds: Mapping[str, Sequence[float]]) -> None:
 
 
 def phases_of(draft: str) -> dict[str, float]:
-    """Processor seconds of each phase, from a process that takes them one after another."""
+    """CPU seconds of each phase, in a new process that goes through them one after another.
+
+    `draft` is "tiny" for the embedded drafter, or "none".
+    """
     before = used_by_children()
     command = [sys.executable, __file__, PHASES, draft]
-    told = subprocess.run(
+    printed = subprocess.run(
         command, env=environment(), capture_output=True, text=True, check=True
     ).stdout
     phases = {}
-    for line in told.splitlines():
-        name, _, spent = line.rpartition(" ")
-        phases[name] = float(spent)
+    for line in printed.splitlines():
+        name, _, seconds = line.rpartition(" ")
+        phases[name] = float(seconds)
     phases["exit"] = used_by_children() - before - sum(phases.values())
     return phases
 
@@ -99,16 +102,16 @@ def show_phases(phases: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     print(f"\n{'phase, CPU milliseconds':34}{'drafted':>9}{'plain':>8}")
     totals = {kind: 0.0 for kind in phases}
     for name in phases["tiny"][0]:
-        spent = {kind: 1000 * median(turn[name] for turn in phases[kind]) for kind in phases}
+        times = {kind: 1000 * median(turn[name] for turn in phases[kind]) for kind in phases}
         for kind in phases:
-            totals[kind] += spent[kind]
-        print(f"{name:34}{spent['tiny']:9.0f}{spent['none']:8.0f}")
+            totals[kind] += times[kind]
+        print(f"{name:34}{times['tiny']:9.0f}{times['none']:8.0f}")
     print(f"{'together':34}{totals['tiny']:9.0f}{totals['none']:8.0f}")
 
 
 def list_phases(draft: str) -> None:
-    """Start as `dflash-mlx generate` does, and print what each step took."""
-    gc.set_threshold(1_000_000)  # as `cli.main`
+    """Do what `dflash-mlx generate` does, and print the name and CPU seconds of each phase."""
+    gc.set_threshold(1_000_000)  # as `cli.main` does; so is gc.freeze() below
     steps: dict[str, float] = {}
     so_far = 0.0
 
@@ -120,13 +123,13 @@ def list_phases(draft: str) -> None:
 
     done("Python")
     take_steps(draft, done)
-    for name, spent in steps.items():
-        print(name, spent)
+    for name, seconds in steps.items():
+        print(name, seconds)
     gc.freeze()
 
 
 def take_steps(draft: str, done: Callable[[str], None]) -> None:
-    """The steps of `dflash-mlx generate`; `done` is told the name of each after it."""
+    """Take the steps of `dflash-mlx generate`; `done` is called with each one's name after it."""
     import dflash_mlx.cli.app
 
     done("import Typer and Rich")

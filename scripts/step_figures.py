@@ -1,4 +1,4 @@
-"""Steps that are built anew against steps that are replayed from a trace, on this machine's device.
+"""Steps whose graph is built anew against steps replayed from a trace, on this machine's device.
 
     python scripts/step_figures.py [--model tiny] [--rows 1,4,16] [--repeats 30] [--tokens 100]
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from typing import NamedTuple
 
 import mlx.core as mx
 from experiment import graph_nodes, in_turns, numbers, options_of
@@ -21,16 +21,30 @@ from experiment import graph_nodes, in_turns, numbers, options_of
 import dflash_mlx as dm
 from dflash_mlx.proposal import Proposal
 
-PROMPT = [token % 1000 + 10 for token in range(200)]
-BUILT = "this script builds each graph"
+PROMPT = [token % 1000 + 10 for token in range(200)]  # token ids; what they say does not matter
+BUILT = "this script builds each graph"  # why a target does not replay steps
+
+
+class Verification(NamedTuple):
+    """A timed verification.
+
+    Attributes:
+        seconds: it took, with its commit.
+        logits: its result [rows, V].
+        fused: the operations that MLX has fused in its graph.
+    """
+
+    seconds: float
+    logits: mx.array
+    fused: set[str]
 
 
 class Way:
-    """Steps of a target that are replayed, or not.
+    """One of two ways to take a target's steps.
 
     Args:
         target: the target.
-        replayed: whether they are replayed from a trace.
+        replayed: whether its steps are replayed from a trace, or built anew.
     """
 
     def __init__(self, target: dm.Target, replayed: bool) -> None:
@@ -38,14 +52,11 @@ class Way:
         self.why_not = None if replayed else BUILT
 
     def begin(self) -> None:
-        """Have the target take its steps this way."""
+        """Have the target take its steps this way from now on."""
         self.target.steps.why_not = self.why_not
 
-    def verify(self, rows: int) -> tuple[float, mx.array, set[str]]:
-        """Seconds of a verification and commit, its logits, and the operations that MLX has fused.
-
-        It is the third of its shape: the second one is traced.
-        """
+    def verify(self, rows: int) -> Verification:
+        """Verify this many rows. The third time is measured, because the second one is traced."""
         self.begin()
         session = self.target.start()
         list(session.prefill(PROMPT))
@@ -62,10 +73,10 @@ class Way:
         fused = {kind for kind in graph_nodes(lazy) if kind.startswith("Compiled")}
         if self.target.steps.why_not != self.why_not:
             raise RuntimeError(self.target.steps.why_not)
-        return seconds, logits, fused
+        return Verification(seconds, logits, fused)
 
     def text(self, tokens: int) -> tuple[float, list[int]]:
-        """Tokens per second of plain decoding, and the text."""
+        """Tokens per second of plain decoding, and the token ids of the text."""
         self.begin()
         start = time.perf_counter()
         answer = dm.generate(self.target, None, PROMPT, max_tokens=tokens)
@@ -93,18 +104,20 @@ def main() -> None:
 
 
 def report_verifies(ways: dict[str, Way], rows: int, repeats: int) -> None:
-    """Print the figures of verifies of so many rows."""
-    results: dict[str, list[Any]] = in_turns(
+    """Print the figures of verifications of this many rows."""
+    results: dict[str, list[Verification]] = in_turns(
         {name: lambda way=way: way.verify(rows) for name, way in ways.items()}, repeats
     )
     built = results["built"]
     replayed = results["replayed"]
-    times = {name: statistics.median(s for s, *_ in of) for name, of in results.items()}
+    times = {
+        name: statistics.median(turn.seconds for turn in turns) for name, turns in results.items()
+    }
     equal = all(
-        mx.array_equal(before[1], after[1]).item()
-        for before, after in zip(built, replayed, strict=True)
+        mx.array_equal(ours.logits, theirs.logits).item()
+        for ours, theirs in zip(built, replayed, strict=True)
     )
-    fused = replayed[-1][2] - built[-1][2]
+    fused = replayed[-1].fused - built[-1].fused
     print(
         f"{rows:2} rows: built {1e3 * times['built']:.2f} ms, "
         f"replayed {1e3 * times['replayed']:.2f} ms "

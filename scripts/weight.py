@@ -39,7 +39,7 @@ def public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunct
 
 
 def rooms() -> dict[str, list[Path]]:
-    """The files of each room. "package" is all of the package and the command line."""
+    """The files of each room. "package" has those of the package's folders and the command line."""
     by_room = {"root": [*PACKAGE.glob("*.py")]}
     for folder in (*sorted(PACKAGE.iterdir()), ROOT / "cli"):
         files = [] if folder.is_symlink() else [*folder.rglob("*.py")]
@@ -61,10 +61,14 @@ def print_lines() -> None:
 
     package = rooms()["package"]
     texts = [line for file in package for line in file.read_text().splitlines() if line.strip()]
-    public = [f for file in package for f in public_functions(ast.parse(file.read_text()))]
-    told = sum(ast.get_docstring(function) is not None for function in public)
+    public = [
+        function for file in package for function in public_functions(ast.parse(file.read_text()))
+    ]
+    documented = sum(ast.get_docstring(function) is not None for function in public)
     print(f"{len(package)} files, median line {median(map(len, texts)):.0f} characters,")
-    print(f"{len(public)} public functions, {told / len(public):.1%} of them with a docstring")
+    print(
+        f"{len(public)} public functions, {documented / len(public):.1%} of them with a docstring"
+    )
 
 
 def print_calls() -> None:
@@ -80,28 +84,29 @@ def print_calls() -> None:
         return dm.generate(target, drafter, messages, max_tokens=MAX_TOKENS, policy=policy)
 
     answer()
-    codes: dict[CodeType, int] = {}
+    counts: dict[CodeType, int] = {}  # calls of each function
 
     def count(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            codes[frame.f_code] = codes.get(frame.f_code, 0) + 1
+            counts[frame.f_code] = counts.get(frame.f_code, 0) + 1
 
     sys.setprofile(count)
     result = answer()
     sys.setprofile(None)
-    ours = {code: n for code, n in codes.items() if code.co_filename.startswith(str(PACKAGE))}
+    package = str(PACKAGE)
+    ours = {code: n for code, n in counts.items() if code.co_filename.startswith(package)}
     files = {code.co_filename for code in ours}
-    calls = sum(codes.values())
+    calls = sum(counts.values())
     steps = max(1, result.stats.rounds)
     print(f"an answer of {len(result.tokens)} tokens in {steps} steps:")
-    print(f"{len(ours)} functions of ours in {len(files)} files ({len(codes)} with libraries')")
+    print(f"{len(ours)} functions of ours in {len(files)} files ({len(counts)} with libraries')")
     print(f"{sum(ours.values()) / steps:.0f} calls of ours per step ({calls / steps:.0f} of all)")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lines", action="store_true", help="count lines, load no model")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print_lines()
-    if not given.lines:
+    if not options.lines:
         print_calls()

@@ -3,9 +3,9 @@
     python scripts/write_metal.py build/metal
     xcrun -sdk macosx metal -std=metal3.2 -Werror -c build/metal/block_attention.metal -o /dev/null
 
-Compiled by itself a source shows what its templates look like, not what becomes of them. These
-files, one for each text that kernels share, hold the functions that MLX writes around what
-`Kernels.instances` calls.
+A compiler does not check a template before it is used. So these files have the functions that MLX
+writes to call the kernels in every form (`Kernels.instances`), a file for each source that kernels
+share.
 """
 
 import sys
@@ -25,15 +25,15 @@ typedef bfloat bfloat16_t;
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[str]] = {}
-    names: dict[str, str] = {}
+    functions: dict[str, list[str]] = {}  # by the header that they share
+    names: dict[str, str] = {}  # of the headers' files
     for wrapper in every_call().wrappers.values():
         header = wrapper.header
         names.setdefault(header, f"{base_name(wrapper.name.removeprefix('custom_kernel_'))}.metal")
-        parts.setdefault(header, [PRELUDE, header]).append(wrapper.text.removeprefix(header))
-    for header, texts in parts.items():
-        (folder / names[header]).write_text("".join(texts))
-        print(f"{folder / names[header]}: {len(texts) - 2} kernels")
+        functions.setdefault(header, []).append(wrapper.text.removeprefix(header))
+    for header, texts in functions.items():
+        (folder / names[header]).write_text("".join([PRELUDE, header, *texts]))
+        print(f"{folder / names[header]}: {len(texts)} kernels")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""computed.toml says what the installed mlx-lm computes: read in its code, and seen in logits."""
+"""computed.toml agrees with the installed mlx-lm: with its code, and with its models' logits."""
 
 import copy
 import importlib
@@ -23,14 +23,16 @@ from dflash_mlx.validation import text_config
 MODELS = json.loads((Path(__file__).parents[1] / "data" / "mlx_lm_models.json").read_text())
 TABLE = _table()
 FIELDS = TABLE["switches"] | TABLE["factors"] | TABLE["other"]
-NEEDS_A_PACKAGE = {"olmo"}
-# Modules whose code has the word and not the function, or the function and not the word.
+NEEDS_A_PACKAGE = {"olmo"}  # cannot be imported without it
+# By field or activation: modules where the search below finds it, though it is not computed there,
+# or does not find it, though it is computed.
 EXCEPTIONS = {
     "clip_qkv": {"dbrx"},  # in its attn_config
     "n_group": {"plamo2"},  # query heads to a key head
     "final_logit_softcapping": {"nanochat"},  # 15, whatever the config says
     "gelu": {"muse_spark", "phixtral"},  # in the vision part; as the default of switch_layers
 }
+# What the code of a module with this activation has.
 FUNCTIONS = {"gelu": r"\bnn\.gelu|GELU\(", "relu": r"\bnn\.relu|ReLU", "xielu": "XieLU"}
 FUNCTIONS |= {"situ": r"class SiTU", "gegelu": r"def gegelu"}
 
@@ -55,28 +57,29 @@ def code_of_modules() -> dict[str, str]:
 def test_the_modules_that_read_a_field_are_those_of_the_table(field: str) -> None:
     """If it fails, mlx-lm has closed a gap or opened one: look at the module, then mend the row."""
     pattern = re.compile(rf"\b{field}\b")
-    reading = {name for name, code in code_of_modules().items() if pattern.search(code)}
-    assert reading ^ FIELDS[field] == EXCEPTIONS.get(field, set())
+    modules = {name for name, code in code_of_modules().items() if pattern.search(code)}
+    difference = modules ^ FIELDS[field]
+    assert difference == EXCEPTIONS.get(field, set())
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_modules_with_another_activation_are_those_of_the_table(function: str) -> None:
     pattern = re.compile(FUNCTIONS[function])
-    having = {name for name, code in code_of_modules().items() if pattern.search(code)}
-    having -= {"activations", "switch_layers"}  # define it
-    difference = having ^ TABLE["activations"][function]
+    modules = {name for name, code in code_of_modules().items() if pattern.search(code)}
+    modules -= {"activations", "switch_layers"}  # define activations for the others
+    difference = modules ^ TABLE["activations"][function]
     assert difference == EXCEPTIONS.get(function, set())
 
 
 @pytest.mark.parametrize("score", TABLE["scores"])
 def test_the_modules_of_a_score_are_those_of_the_table(score: str) -> None:
-    """Only in routers, because attention also has a softmax, and gates have a sigmoid."""
+    """Only modules with experts count: attention also has a softmax, and gates have a sigmoid."""
     pattern = {"sqrtsoftplus": r"mx\.sqrt\(nn\.softplus"}.get(score, rf"mx\.{score}\(")
-    experts = {name: code for name, code in code_of_modules().items() if "witchGLU(" in code}
-    having = {name for name, code in experts.items() if re.search(pattern, code)}
+    experts = {name: code for name, code in code_of_modules().items() if "SwitchGLU(" in code}
+    modules = {name for name, code in experts.items() if re.search(pattern, code)}
     listed = TABLE["scores"][score]
-    assert having <= listed | NOT_OF_ROUTERS[score]
-    assert listed - having <= WITHOUT_SWITCHES | {"ernie4_5_moe", "muse_spark"}
+    assert modules <= listed | NOT_OF_ROUTERS[score]
+    assert listed - modules <= NOT_FOUND
 
 
 # Modules with experts that use the function elsewhere.
@@ -85,14 +88,16 @@ NOT_OF_ROUTERS = {
     "softmax": {"Klear", "kimi_k3"},
     "sqrtsoftplus": set(),
 }
-WITHOUT_SWITCHES = {"phixtral", "nemotron_h", "dbrx"}
+# Modules whose experts are not a SwitchGLU, and two that write the function in another way.
+NOT_FOUND = {"phixtral", "nemotron_h", "dbrx", "ernie4_5_moe", "muse_spark"}
 
 
-# Their tiny configs say what the class does not compute.
+# Modules whose tiny config here asks for what they do not compute.
 CONTRADICTORY = {"nemotron", "qwen3_5", "qwen3_5_moe", "recurrent_gemma"}
 
 
 def logits(config: dict[str, Any]) -> mx.array:
+    """Logits [1, 8, V] of a seeded model, with weights so large that each of its parts matters."""
     model_class, arguments = classes_of(config)
     mx.random.seed(0)
     model = model_class(arguments.from_dict(config))
@@ -100,6 +105,7 @@ def logits(config: dict[str, Any]) -> mx.array:
     return model(mx.array([[1, 2, 3, 4, 5, 6, 7, 8]]))
 
 
+# What a field is set to; the other fields to 2.0.
 VALUES: dict[str, Any] = {
     "no_rope_layers": [1, 0, 1, 0],
     "attn_logit_softcapping": 0.01,
@@ -118,6 +124,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("field", "name"), PAIRS)
 def test_a_field_of_the_table_changes_the_logits(field: str, name: str) -> None:
+    """One config has the field and the other does not; a switch is on in one, off in the other."""
     configs = []
     for value in (None, VALUES.get(field, 2.0)):
         config = copy.deepcopy(MODELS[name])

@@ -18,8 +18,9 @@ from dflash_mlx.machine.facts import memory_bytes
 def write_sparse_weights(folder, gigabytes: float) -> None:
     """Write a sparse weight file of this size: it has a header, but takes no room on the disk."""
     columns = 1024
-    rows = int(gigabytes * 1e9 / 2 / columns)
-    size = rows * columns * 2
+    row_bytes = 2 * columns  # in bf16
+    rows = int(gigabytes * 1e9 / row_bytes)
+    size = rows * row_bytes
     tensor = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, size]}
     header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -79,9 +80,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):
 def test_the_error_about_memory_says_which_quantization_would_fit(tmp_path):
     folder = save_target(tmp_path)
     memory = memory_bytes() / 1e9
-    write_sparse_weights(
-        folder, memory * 2.5
-    )  # in 8 bits 1.3 times the memory, in 4 bits 0.7 times
+    # In 8 bits they would be 1.3 times the memory, in 4 bits 0.7 times.
+    write_sparse_weights(folder, memory * 2.5)
     assert "; quantized to 4 bits they would take" in refusal(
         NotEnoughMemoryError, load_target, folder
     )
@@ -101,9 +101,10 @@ def test_a_pair_has_to_fit_together(tmp_path):
     target = save_target(tmp_path / "t")
     drafter = save_drafter(tmp_path / "d")
     memory = memory_bytes() / 1e9
-    width = 2 if mx.default_device() == mx.Device(mx.cpu) else 1  # the CPU computes in f32
-    write_sparse_weights(target, memory * 0.6 / width)
-    write_sparse_weights(drafter, memory * 0.6 / width)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    growth = 2 if on_cpu else 1  # the CPU computes in f32, which takes twice the file's bytes
+    write_sparse_weights(target, memory * 0.6 / growth)
+    write_sparse_weights(drafter, memory * 0.6 / growth)
     refusal(NotEnoughMemoryError, load, target, draft=str(drafter))
 
 
@@ -120,9 +121,9 @@ def test_what_fits_is_what_the_gpu_may_use(monkeypatch, size, says):
             check_memory("a model", int(size * 1e9))
 
 
-# The publisher's sampling settings, as generation_config.json files have them.
+# What generation_config.json says, and the sampling settings of the publisher that it means.
 FILES = [
-    (None, {}),
+    (None, {}),  # no such file
     ({"eos_token_id": 2}, {}),
     (
         {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},  # Qwen3's
@@ -137,7 +138,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("content", "expected"), FILES)
-def test_what_a_file_means(content, expected, tmp_path):
+def test_the_publishers_sampling_settings_are_the_defaults(content, expected, tmp_path):
     if content is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
     with warnings.catch_warnings():
@@ -146,7 +147,7 @@ def test_what_a_file_means(content, expected, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"do_sample": true, "top_p": "x"}'])
-def test_a_file_that_cannot_be_used_is_a_warning(text, tmp_path):
+def test_sampling_settings_that_cannot_be_used_are_a_warning(text, tmp_path):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.warns(UserWarning, match=r"generation_config.json is not used"):
         assert Folder(tmp_path).sampling_defaults == {}

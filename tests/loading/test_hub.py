@@ -53,7 +53,7 @@ def hub(server, tmp_path):
 
 @pytest.fixture
 def unreachable(hub):
-    """The same cache, when the server no longer runs."""
+    """A client with the same cache, and an address at which no server runs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return Hub(f"http://127.0.0.1:{free.getsockname()[1]}", hub.cache)
@@ -82,13 +82,14 @@ def test_only_the_shards_of_an_originals_mtp_head_are_fetched(hub, server, tmp_p
     (folder / "model.safetensors").unlink()
     head = {name for name in weights if name.startswith("mtp.")}
     rest = sorted(weights.keys() - head)
-    parts = [rest[::2], [*rest[1::2], *sorted(head)[:3]], sorted(head)[3:]]
-    where = {}
-    for number, names in enumerate(parts):
+    # The first shard has nothing of the head, the second a part of it, the third the rest of it.
+    shards = [rest[::2], [*rest[1::2], *sorted(head)[:3]], sorted(head)[3:]]
+    file_of = {}
+    for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-00003.safetensors"
         mx.save_safetensors(str(folder / file), {name: weights[name] for name in names})
-        where |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        file_of |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
     server.repositories["somebody/original"] = folder
     target, drafter = load(str(folder), draft="somebody/original", hub=hub)
     fetched = [name for name in server.fetched() if name.endswith(".safetensors")]
@@ -97,7 +98,8 @@ def test_only_the_shards_of_an_originals_mtp_head_are_fetched(hub, server, tmp_p
     ours, theirs = (
         dict(tree_flatten(network.parameters())) for network in (drafter, from_original)
     )
-    assert all(mx.array_equal(ours.pop(name), value) for name, value in theirs.items()) and not ours
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], value) for name, value in theirs.items())
 
 
 def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
@@ -105,11 +107,11 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
     first = server.fetched()
     assert first["model.safetensors"] == first["config.json"] == first["tokenizer.json"] == 1
     assert "pytorch_model.bin" not in first
-    asked = len(server.requests)
+    count = len(server.requests)
     hub.fetch(TARGET)
-    assert len(server.requests) == asked  # a complete copy needs no question
+    assert len(server.requests) == count  # a complete copy needs no question
     hub.fetch(TARGET, update=True)
-    assert server.fetched() == first and len(server.requests) > asked
+    assert server.fetched() == first and len(server.requests) > count
 
 
 def test_a_disk_that_is_full_during_a_download_is_an_error_of_ours(monkeypatch):
@@ -123,10 +125,10 @@ def test_a_disk_that_is_full_during_a_download_is_an_error_of_ours(monkeypatch):
 
 
 def test_without_a_network_and_a_copy_the_error_says_what_to_check(unreachable):
-    message = refusal(DownloadError, unreachable.fetch, TARGET)
-    assert "not downloaded" in message
-    asked = refusal(DownloadError, unreachable.remote_bytes, TARGET)
-    for text in (message, asked):
+    of_a_download = refusal(DownloadError, unreachable.fetch, TARGET)
+    assert "not downloaded" in of_a_download
+    of_a_question = refusal(DownloadError, unreachable.remote_bytes, TARGET)
+    for text in (of_a_download, of_a_question):
         assert re.search(
             rf"annot reach {re.escape(unreachable.url)} \(.+\)\. Check the network", text
         )
@@ -152,7 +154,7 @@ def test_offline_mode_sends_no_request(hub, server):
     assert not server.requests
 
 
-def test_a_config_comes_without_its_weights(hub, server):
+def test_a_config_is_fetched_without_the_weights(hub, server):
     folder = hub.find(TARGET).path
     assert [file.name for file in folder.iterdir()] == ["config.json"]
     assert hub.downloaded(TARGET) is None
@@ -174,7 +176,7 @@ def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, name):
         server.repositories[repository] = tmp_path
     files = ("b.Q8_0.gguf", "b.Q4_K_M-00001-of-00002.gguf", "b.Q4_K_M-00002-of-00002.gguf")
     for number, file in enumerate(files):
-        (tmp_path / file).write_bytes(f"GGUF{number:012}".encode())
+        (tmp_path / file).write_bytes(f"GGUF{number:012}".encode())  # 16 bytes
     expected, size = ("b.Q8_0.gguf", 16) if ":" in name else ("b.Q4_K_M-00001-of-00002.gguf", 32)
     assert hub.remote_bytes(name) == size and hub.fetch(name).path.name == expected
     assert hub.downloaded(name) == size == sum(server.fetched().values()) * 16

@@ -27,10 +27,11 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")  # the path in a link to another file: ](path#place)
 
 
 def help_of(*arguments: str, columns: int = COLUMNS) -> str:
+    """What --help prints after these arguments, in a terminal of so many columns."""
     runner = CliRunner(env={"COLUMNS": str(columns)})
     done = runner.invoke(app, [*arguments, "--help"], prog_name="dflash-mlx")
     assert done.exit_code == 0
@@ -45,7 +46,8 @@ def test_help_fits_the_terminal(name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_every_option_its_default_and_two_examples(name):
-    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", help_of(name)).split())
+    without_boxes = re.sub("[│╭╮╰╯─]", " ", help_of(name))
+    shown = " ".join(without_boxes.split())
     assert shown.partition("Examples:")[2].count(f"dflash-mlx {name}") == 2
     for param in COMMANDS[name].params:
         if param.param_type_name == "option":
@@ -54,7 +56,7 @@ def test_help_names_every_option_its_default_and_two_examples(name):
         assert param.help and f"[default: {default}]" in shown or not default, param.opts
 
 
-def test_every_command_has_its_page():
+def test_every_generated_page_is_up_to_date():
     assert {path.stem for path in make_docs.FOLDER.glob("*.md")} == {*COMMANDS, "README"}
     for path, text in make_docs.pages().items():
         assert path.read_text() == text, f"{path}: run python scripts/make_docs.py"
@@ -92,6 +94,7 @@ def test_commands_in_the_docs_exist(page):
 def test_the_picture_shows_what_its_command_prints():
     """`scripts/record_session.py` drew it. Texts and token counts must be equal; times may vary."""
     picture = html.unescape((ROOT / "docs" / "session.svg").read_text()).replace("\xa0", " ")
+    # Pieces of text at the same height are a line.
     pieces = re.findall(r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)
     rows = [" ".join(text for _, text in row) for _, row in groupby(pieces, lambda piece: piece[0])]
     shown = " ".join(" ".join(rows).split())
@@ -100,8 +103,9 @@ def test_the_picture_shows_what_its_command_prints():
     done = run(*record_session.ARGUMENTS, stdin="\n".join(record_session.TYPED))
     for line in (*record_session.TYPED, *done.stdout.splitlines()):
         assert " ".join(line.split()) in shown
-    figures = r"(\d+ tokens) · .*? tokens per step · (prompt: \d+ new)"
-    assert re.findall(figures, shown) == re.findall(figures, done.stderr) != []
+    counts = r"(\d+ tokens) · .*? tokens per step · (prompt: \d+ new)"
+    expected = re.findall(counts, done.stderr)
+    assert expected and re.findall(counts, shown) == expected
 
 
 @each_page
@@ -113,21 +117,21 @@ def test_no_shell_command_in_the_docs_has_a_comment(page):
 
 def test_readme_enters_the_environment_before_it_uses_the_program():
     typed = [command.text for command in commands(README)]
-    [entered] = [place for place, text in enumerate(typed) if "bin/activate" in text]
-    used = [place for place, text in enumerate(typed) if text.startswith("dflash-mlx ")]
-    assert typed[0] == "make demo" and 0 < entered < min(used)
+    [activation] = [number for number, text in enumerate(typed) if "bin/activate" in text]
+    uses = [number for number, text in enumerate(typed) if text.startswith("dflash-mlx ")]
+    assert typed[0] == "make demo" and 0 < activation < min(uses)
 
 
 def test_every_block_of_the_library_page_runs(tmp_path):
     """The Python blocks of docs/library.md run one after the other in one process."""
     page = (ROOT / "docs" / "library.md").read_text()
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", page)
-    following = "-- next --"
-    program = f"\nprint('{following}')\n".join(blocks)
+    separator = "-- next --"  # printed between the outputs of two blocks
+    program = f"\nprint('{separator}')\n".join(blocks)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, stream, continued, not_quick, schema, _, turns, many, last = done.stdout.split(following)
+    first, stream, continued, not_quick, schema, _, turns, many, last = done.stdout.split(separator)
     assert "3 hours = 180 minutes" in first
     assert "a quick fox" in stream and "a tiny mouse" in not_quick
     assert "Once upon a time" in stream and not last.strip()

@@ -23,11 +23,12 @@ FOLDERS = {
     "cli": Path("dflash_mlx/cli"),
     "metal": Path("dflash_mlx/metal"),
 }
-# As if the extra had not been installed.
+# Begins a program in which the packages of the extra "mlx" cannot be imported.
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with what it printed; it has no input."""
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, stdin=subprocess.DEVNULL, timeout=300
     )
@@ -35,7 +36,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built without a network by the tools of this environment."""
+    """The path of the wheel, built without a network by the tools of this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy: setuptools would leave its build/ behind in ours
     source.mkdir()
@@ -62,13 +63,10 @@ def installed(wheel, tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("environment")
     assert run(sys.executable, "-m", "venv", "--without-pip", str(home), cwd=home).returncode == 0
     python = home / "bin" / "python"
-    site = Path(
-        run(
-            str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home
-        ).stdout.strip()
-    )
-    # A path in a .pth file comes after the wheel, and the .pth files in it (our editable install)
-    # are not read.
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(str(python), "-c", code, cwd=home).stdout.strip())
+    # The folder that a .pth file names is searched after the wheel, and its own .pth files, such as
+    # that of our editable install, are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     pip = (sys.executable, "-m", "pip", "--python", str(python))
     done = run(*pip, "install", "--no-deps", "--no-index", str(wheel), cwd=home)
@@ -105,13 +103,9 @@ def test_the_wheel_holds_every_file(wheel):
 
 
 def test_the_wheel_generates_outside_the_repository(installed, tmp_path):
-    where = run(
-        str(installed / "python"),
-        "-c",
-        "import dflash_mlx; print(dflash_mlx.__file__)",
-        cwd=tmp_path,
-    )
-    assert Path(where.stdout.strip()).is_relative_to(installed.parent), where.stderr
+    code = "import dflash_mlx; print(dflash_mlx.__file__)"
+    imported = run(str(installed / "python"), "-c", code, cwd=tmp_path)
+    assert Path(imported.stdout.strip()).is_relative_to(installed.parent), imported.stderr
     command = (str(installed / "dflash-mlx"), "generate", "What is 12 plus 7?")
     done = run(*command, "--max-tokens", "8", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -155,7 +149,7 @@ def test_without_mlx_the_command_line_says_what_to_install(command, tmp_path):
     code += "from dflash_mlx.cli.main import main; main()"
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 1 and not done.stdout
-    message = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr).strip()
+    message = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr).strip()  # without colours
     assert 'pip install -e ".[mlx]"' in message and "\n" not in message
 
 
@@ -164,7 +158,9 @@ def test_the_extras_have_both_bounds():
         assert ">=" in requirement and ",<" in requirement, requirement
 
 
-# Finds an installation by name alone: `dflash-mlx` is another project, ours is not published.
+# A command (pip, pipx, uv) that installs dflash-mlx or dflash-lossless by name alone: not "NAME @
+# address", and not as a part of a path or of a longer name. On the package index, `dflash-mlx` is
+# another project; ours is not published.
 BY_NAME = re.compile(
     r"\b(?:pipx?3?|uv)\b[^\n]*\b(?:install|add|download|wheel)\b[^\n]*[\s\"']dflash[-_](?:mlx|lossless)"
     r"(?:\[[\w, ]*\])?(?!\s*@|[\w./\[-])",
@@ -183,8 +179,8 @@ def test_no_page_tells_users_to_install_from_the_package_index():
         texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
     assert len(texts) > 100
     mentions = {path: BY_NAME.search(path.read_text().replace(WARNING, "")) for path in texts}
-    wrong = [f"{path}: {match[0]}" for path, match in mentions.items() if match]
-    assert not wrong, "\n".join(wrong)
+    installs = [f"{path}: {match[0]}" for path, match in mentions.items() if match]
+    assert not installs, "\n".join(installs)
 
 
 def test_the_citation_is_of_this_version():
@@ -205,7 +201,7 @@ def test_package_workflow_and_makefile_name_the_same_pythons():
     }
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "linux.yml").read_text())
     assert promised == set(workflow["jobs"]["test"]["strategy"]["matrix"]["python"])
-    least = SETTINGS["project"]["requires-python"].removeprefix(">=")
-    assert least in promised
+    oldest = SETTINGS["project"]["requires-python"].removeprefix(">=")
+    assert oldest in promised
     for file in ("Makefile", ".ci/run"):
         assert promised <= set(re.findall(r"3\.\d\d", (ROOT / file).read_text())), file

@@ -41,7 +41,7 @@ def test_names_do_not_depend_on_what_was_imported_before():
     assert run(code) == "[]"
 
 
-def test_settings_have_the_names_of_the_design():
+def test_settings_and_parameters_keep_their_names():
     settings = list(inspect.signature(dm.stream_generate).parameters)
     assert settings[:3] == ["target", "drafter", "prompt"]
     wanted = "max_tokens temperature top_p top_k min_p seed block_size tree_budget stop"
@@ -54,7 +54,7 @@ def test_settings_have_the_names_of_the_design():
     assert positional == ["name", "draft", "target_bits", "draft_bits"]
     for function in (dm.generate, dm.stream_generate):
         shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
-        shown = shown.replace("'", "")  # before Python 3.14 around each type
+        shown = shown.replace("'", "")  # Python before 3.14 quotes each type
         assert "max_tokens: int = 256" in shown and "repetition_penalty: float = 1.0" in shown
 
 

@@ -14,9 +14,10 @@ from program import hear_ctrl_c, start
 import dflash_mlx
 import dflash_mlx.errors
 
+# Modules that an answer must not import, and what they are for.
 HEAVY = {
-    "prompt_toolkit": "the line of chat",
-    "rich.progress": "bars",
+    "prompt_toolkit": "the input line of chat",
+    "rich.progress": "progress bars",
     "dflash_mlx.train": "training",
     "dflash_mlx.cli.bench": "another command",
     "dflash_mlx.cli.chat": "another command",
@@ -57,14 +58,17 @@ def test_a_warning_is_one_line_without_code(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     done = start("generate", "hi", "--draft", folder, "--no-policy", "--max-tokens", "3")
     assert done.returncode == 0 and "warn" not in done.stderr
-    (told,) = (line for line in done.stderr.splitlines() if "another target's" in line)
-    assert told.startswith("dflash-mlx: the drafter may be another target's: its num_target_layers")
+    (warning,) = (line for line in done.stderr.splitlines() if "another target's" in line)
+    assert warning.startswith(
+        "dflash-mlx: the drafter may be another target's: its num_target_layers"
+    )
 
 
 def test_ctrl_c_in_an_import_ends_the_program_quietly(tmp_path):
     """Libraries lose an exception in the middle of an import, or print it."""
-    lost = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    0 / 0"
-    (tmp_path / "mlx_lm.py").write_text(lost)
+    # A module that is interrupted, and raises another exception instead.
+    module = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    0 / 0"
+    (tmp_path / "mlx_lm.py").write_text(module)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = start("generate", "hi", env=environment, preexec_fn=hear_ctrl_c)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
