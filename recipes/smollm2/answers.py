@@ -18,27 +18,31 @@ from dflash_mlx.targets import Target
 from dflash_mlx.train.answer_writer import Answer
 from dflash_mlx.train.features import TOP, Features
 
-ROWS = 64
-REFILL = 8  # answers written together; an eighth as many prompts are read together
+ROWS = 64  # answers written together
+REFILL = 8  # an eighth as many prompts are read together
 TEMPERATURE = 0.2
 TOP_P = 0.9  # as published with the model
 SAMPLED = 4  # one answer in so many is sampled, the others are greedy
-REPEATED = 32  # an answer ends when so many tokens were said just before
+REPEATED = 32  # an answer that repeats its last 32 tokens is ended
 
 
 @dataclass
 class Row:
-    """A conversation that is answered: its token ids, and the features after each of them."""
+    """A conversation that is answered: its token ids, and the features after each of them.
 
-    number: int
-    tokens: list[int]
+    K layers of width D are tapped, and the T likeliest tokens are kept.
+    """
+
+    number: int  # of its prompt
+    tokens: list[int]  # prompt and answer
     start: int  # of the answer
-    sampled: bool
-    limit: int  # tokens of the answer
-    taps: list[np.ndarray] = field(default_factory=list)  # [n, K*D] each, as bf16 bits
-    choices: list[int] = field(default_factory=list)  # of the answer
-    tops: list[np.ndarray] = field(default_factory=list)  # [T]
-    shares: list[np.ndarray] = field(default_factory=list)  # [T]
+    sampled: bool  # or greedy
+    limit: int  # the most tokens of the answer
+    taps: list[np.ndarray] = field(default_factory=list)  # [n, K*D] of each forward, as bf16 bits
+    # Of each token of the answer:
+    choices: list[int] = field(default_factory=list)  # the likeliest token
+    tops: list[np.ndarray] = field(default_factory=list)  # the likeliest tokens [T]
+    shares: list[np.ndarray] = field(default_factory=list)  # their probabilities [T]
     over: bool = False  # whether the answer is over, or repeats itself
 
     @property
@@ -47,25 +51,29 @@ class Row:
         return Answer(tuple(self.tokens[: self.start]), tuple(self.tokens[self.start :]), True)
 
     def features(self) -> Features:
-        """The features of all tokens: choices from the answer on, and nothing after the last."""
-        before = [(self.start - 1, 1)]
-        after = [(0, 1)]
+        """The features of all tokens, with zeros where no forward computed them.
+
+        No forward reads the last token. Choices are kept from the prompt's last token on.
+        """
+        around = (self.start - 1, 1)  # zeros before and after
+        whole = (0, 0)
         taps = mx.array(np.concatenate(self.taps)).view(mx.bfloat16)
         return Features(
-            mx.pad(taps, [*after, (0, 0)]),
-            mx.pad(mx.array(self.choices), before),
-            mx.pad(mx.array(np.stack(self.tops).astype(np.int32)), [*before, (0, 0)]),
-            mx.pad(mx.array(np.stack(self.shares)), [*before, (0, 0)]),
+            mx.pad(taps, [(0, 1), whole]),
+            mx.pad(mx.array(self.choices), [around]),
+            mx.pad(mx.array(np.stack(self.tops).astype(np.int32)), [around, whole]),
+            mx.pad(mx.array(np.stack(self.shares)), [around, whole]),
         )
 
     def add(self, token: int, stops: Sequence[int]) -> None:
-        """Take in the answer's next token."""
+        """Append the answer's next token, and end the answer at one of `stops` or if it repeats."""
         tokens = self.tokens
         tokens.append(token)
         length = len(tokens) - self.start
         tail = tokens[-REPEATED:]
         self.over = token in stops or length >= self.limit
         if length > 2 * REPEATED and not self.over:
+            # Comparing the last token first saves time.
             self.over = any(
                 tokens[-1 - shift] == token and tokens[-REPEATED - shift : -shift] == tail
                 for shift in range(1, REPEATED + 1)
@@ -95,10 +103,22 @@ class Writer:
         max_tokens: int,
         on_step: Callable[[int, int], None] = lambda done, tokens: None,
     ) -> list[Row]:
-        """Answer all prompts, the longest first. `on_step` hears of answers done and of tokens."""
+        """Answer all prompts, the longest first, and return them in their order.
+
+        Args:
+            prompts: token ids.
+            max_tokens: of each answer.
+            on_step: called after each step with the counts of whole answers and of written tokens.
+        """
         longest = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         waiting = [
-            Row(i, list(prompts[i]), len(prompts[i]), i % SAMPLED == SAMPLED - 1, max_tokens)
+            Row(
+                number=i,
+                tokens=list(prompts[i]),
+                start=len(prompts[i]),
+                sampled=i % SAMPLED == SAMPLED - 1,
+                limit=max_tokens,
+            )
             for i in longest
         ]
         stops = self._target.tokenizer.eos_token_ids
@@ -123,6 +143,7 @@ class Writer:
         return sorted(done, key=lambda row: row.number)
 
     def _keep(self, rows: list[int]) -> None:
+        """Drop the answers that are not at these places of the batch."""
         self._rows = [self._rows[i] for i in rows]
         if not rows:
             self._cache = []
@@ -147,28 +168,31 @@ class Writer:
     def _write(
         self, rows: list[Row], tokens: mx.array, cache: list[BatchKVCache], stops: Sequence[int]
     ) -> None:
-        """One forward of all rows [N, S], and the next token of those that have not ended."""
+        """Read `tokens` [N, S] in a forward, and add the next token to rows that are not over."""
         logits, taps = self._target.features(tokens, self._layers, cache)
         logits = logits[:, -1]
         tops = mx.argpartition(-logits, TOP - 1, axis=-1)[:, :TOP]
         shares = mx.softmax(mx.take_along_axis(logits, tops, axis=-1), axis=-1)
         choices = logits.argmax(axis=-1)
-        drawn = [i for i, row in enumerate(rows) if row.sampled]
-        said = sampled(logits[mx.array(drawn)]) if drawn else choices[:0]
+        sampled_rows = [i for i, row in enumerate(rows) if row.sampled]
+        draws = sampled(logits[mx.array(sampled_rows)]) if sampled_rows else choices[:0]
         taps = taps.astype(mx.bfloat16).view(mx.uint16)
-        mx.eval(taps, tops, shares, choices, said)
-        taken = np.array(taps), np.array(tops), np.array(shares)
-        chosen: list[Any] = choices.tolist()  # type: ignore[assignment]
-        spoken = dict(zip(drawn, np.array(said).tolist(), strict=True))
+        mx.eval(taps, tops, shares, choices, draws)
+        all_taps = np.array(taps)
+        all_tops = np.array(tops)
+        all_shares = np.array(shares)
+        greedy: list[Any] = choices.tolist()  # type: ignore[assignment]
+        drawn = dict(zip(sampled_rows, np.array(draws).tolist(), strict=True))
         for i, row in enumerate(rows):
             if row.over:
                 continue
-            kept_rows = sum(map(len, row.taps))
-            row.taps.append(taken[0][i, kept_rows - len(row.tokens) :].copy())
-            row.choices.append(chosen[i])
-            row.tops.append(taken[1][i])
-            row.shares.append(taken[2][i])
-            row.add(spoken.get(i, chosen[i]), stops)
+            # Padding comes first, so the tokens that are read now are the last of the row.
+            new_tokens = len(row.tokens) - sum(map(len, row.taps))
+            row.taps.append(all_taps[i, -new_tokens:].copy())
+            row.choices.append(greedy[i])
+            row.tops.append(all_tops[i])
+            row.shares.append(all_shares[i])
+            row.add(drawn.get(i, greedy[i]), stops)
 
 
 def sampled(logits: mx.array) -> mx.array:

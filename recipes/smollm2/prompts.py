@@ -133,8 +133,8 @@ Thanks! And what should I do next?""")
 CODE_AFTER = listed("""\
 Explain the code line by line.|Add comments.|Add a test.|Can you make it faster?|Now in JavaScript.
 What happens with an empty input?|Write it without a loop.|Add type hints and a docstring.""")
-AFTER_SHARE = 0.35
-BOXED = 0.6
+AFTER_SHARE = 0.35  # of the conversations have a second turn
+BOXED = 0.6  # of the "maths" prompts end with `MATH_WORDS`
 STUB = (
     "Write a solution to the following problem and make sure that it passes the tests:\n"
     "```python\ndef"
@@ -143,7 +143,7 @@ MATH_WORDS = "\nPlease reason step by step, and put your final answer within \\b
 
 
 def filled(rng: Random, pattern: str) -> str:
-    """A pattern with its words and numbers."""
+    """A pattern with random words and numbers in its fields."""
     k = rng.randint(2, 9)
     n = rng.randint(10, 30)
     m = rng.randint(31, 59)
@@ -205,7 +205,7 @@ def extraction(rng: Random) -> str:
 
 def knowledge(rng: Random) -> str:
     """A question of science or of the humanities."""
-    first, two = rng.choice(PAIRS).split(";")
+    first, second = rng.choice(PAIRS).split(";")
     event = rng.choice(EVENTS)
     idea = rng.choice(IDEAS)
     subject = rng.choice(SUBJECTS)
@@ -213,8 +213,8 @@ def knowledge(rng: Random) -> str:
     place = rng.choice(PLACES)
     return rng.choice((
         f"Why is it that {nature}?", f"Explain step by step how it comes that {nature}.",
-        f"What is the difference between {first} and {two}? Give examples.",
-        f"Compare {first} and {two} in a table.", f"Describe the causes and effects of {event}.",
+        f"What is the difference between {first} and {second}? Give examples.",
+        f"Compare {first} and {second} in a table.", f"Describe the causes and effects of {event}.",
         f"How did {event} change {place}?", f"Discuss arguments for and against {idea}.",
         f"What does {idea} mean, and why does it matter today?",
         f"Give me five facts about {event}.", f"How is {subject} related to {idea}?",
@@ -225,7 +225,7 @@ def knowledge(rng: Random) -> str:
 
 
 def pick(patterns: list[str], ending: str = "") -> Callable[[Random], str]:
-    """A kind of prompt that fills one of these patterns."""
+    """A function that fills one of these patterns at random, and appends the ending."""
     return lambda rng: filled(rng, rng.choice(patterns)) + ending
 
 
@@ -275,7 +275,7 @@ Write a SQL query|Write a JavaScript function|Write a class|Debug|Write a script
     + 3 * [STUB],
 }
 
-# How often a prompt is of a kind, beside the others.
+# How often prompts are of each kind, relative to the others.
 SHARES = {
     "own": 5, "maths": 3, "programs": 3, "writing": 2, "roles": 1, "puzzles": 0.75,
     "sums": 0.5, "boxed": 0.75, "coding": 2, "extraction": 1, "knowledge": 2, "strangers": 2,
@@ -286,9 +286,14 @@ SHARES = {
 def conversations(
     folder: Path, written: dict[str, list[str]], seed: int
 ) -> Iterator[tuple[str, Turns]]:
-    """(kind, user turns) without end or repetition; `written` are turns that the target wrote.
+    """Pairs of (kind, user turns), endless and without repeated first turns.
 
-    A kind that has run out is left out.
+    A kind of which there are no more is left out from then on.
+
+    Args:
+        folder: of the public training splits.
+        written: first turns that the target wrote, by kind.
+        seed: of everything that is drawn.
     """
     rng = Random(seed)
 

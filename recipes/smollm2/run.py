@@ -31,14 +31,14 @@ from .write import say, write_chunks
 
 MODEL = "smollm2"
 MASK = 0  # a token that no text has
-SEEDS = range(68, 76)
-CHUNKS = 4
+SEEDS = range(68, 76)  # of the answers
+CHUNKS = 4  # of each seed
 STEPS = 2000
-TOKENS = 4096
-ANCHORS = 64
-RATE = 0.02  # a GPU likes 16,384 tokens: 23 GB
+TOKENS = 4096  # of half a step; on a GPU, 16,384 are faster and take 23 GB
+ANCHORS = 64  # blocks of each conversation in a step
+RATE = 0.02  # Muon's peak learning rate
 HEAD = 8192  # tokens that can be drafted: those that the answers have most often
-HELD_OUT = 200
+HELD_OUT = 200  # questions, or a tenth of them if there are fewer than 2,000
 STORED = {"group_size": 32, "bits": 4}
 
 
@@ -51,24 +51,22 @@ def open_target() -> Target:
 
 
 def split(samples: list[Sample], stops: Sequence[int]) -> tuple[list[Sample], list[Sample]]:
-    """Held-out conversations, and those to learn from: no question is in both.
+    """Held-out conversations, and those to learn from: no first question is in both.
 
-    `stops` end a turn.
+    `stops` are the tokens that end a turn.
     """
-    asked: dict[tuple[int, ...], list[Sample]] = {}
+    by_question: dict[tuple[int, ...], list[Sample]] = {}
     for sample in dict.fromkeys(samples):
         ends = [i for i, token in enumerate(sample.tokens) if token in stops]
-        asked.setdefault(sample.tokens[: ends[1]], []).append(sample)  # the system's and the user's
-    chosen = {*Random(MODEL).sample([*asked], min(HELD_OUT, len(asked) // 10))}
-    held_out, training = [
-        [
-            sample
-            for start, request in asked.items()
-            if (start in chosen) == held
-            for sample in request
-        ]
-        for held in (True, False)
-    ]
+        question = sample.tokens[: ends[1]]  # the system's turn and the user's first
+        by_question.setdefault(question, []).append(sample)
+    count = min(HELD_OUT, len(by_question) // 10)
+    chosen = {*Random(MODEL).sample([*by_question], count)}
+    held_out: list[Sample] = []
+    training: list[Sample] = []
+    for question, conversations in by_question.items():
+        side = held_out if question in chosen else training
+        side += conversations
     return held_out, training
 
 
@@ -83,10 +81,10 @@ def say_step(report: StepReport) -> None:
 def shape(
     target: Target, kind: str, layers: int, block: int, training: list[Sample]
 ) -> dict[str, Any]:
-    """The config.json of the drafter, with a head of its own."""
+    """The config.json of the drafter, whose own head has the most common tokens of `training`."""
     count = len(common_tokens(training, HEAD))
-    own_head = {"draft_vocab_size": count, "tie_word_embeddings": False}
-    return draft_config(target, kind, block, MASK, layers) | own_head
+    head = {"draft_vocab_size": count, "tie_word_embeddings": False}
+    return draft_config(target, kind, block, MASK, layers) | head
 
 
 def parsed() -> argparse.Namespace:

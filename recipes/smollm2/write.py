@@ -31,11 +31,11 @@ from .answers import Writer
 from .prompts import OPENINGS, Turns, conversations
 
 CHUNK = 512  # conversations that begin in a chunk
-# User turns that the target writes for each conversation: more than it takes.
-OWN = 0.25
-BEGUN = 0.2
-TURN_TOKENS = 96
-ANSWER_TOKENS = 384
+# User turns that the target writes, for each conversation: more than conversations take.
+OWN = 0.25  # from nothing
+BEGUN = 0.2  # of each kind in `OPENINGS`, from a few given words
+TURN_TOKENS = 96  # the most of a user turn
+ANSWER_TOKENS = 384  # the most of an answer
 AFTER_TOKENS = 320  # a conversation of more tokens does not go on: long contexts cost most
 
 
@@ -53,7 +53,7 @@ def write_chunks(
     count: int,
     rows: int,
 ) -> list[Sample]:
-    """The conversations of `count` chunks of a seed, whose features are kept in `work`/features.
+    """The answered conversations of `count` chunks of a seed; `work`/features keeps their features.
 
     A conversation's second turn is asked in the chunk after its first.
 
@@ -84,10 +84,10 @@ def write_chunks(
         fresh = [turns for _, turns in islice(stream, CHUNK)]
         path = folder / f"{number:03}.jsonl"
         if not path.exists():
-            asked = [[user(turns[0])] for turns in fresh] + earlier
-            prompts = [encode_prompt(target, messages) for messages in asked]
+            chats = [[user(turns[0])] for turns in fresh] + earlier
+            prompts = [encode_prompt(target, messages) for messages in chats]
             prompts = [p for i, p in enumerate(prompts) if i < CHUNK or len(p) <= AFTER_TOKENS]
-            mx.random.seed(seed * 1_000_003 + number)
+            mx.random.seed(seed * 1_000_003 + number)  # of this chunk alone
             answered = writer.answer(prompts, ANSWER_TOKENS, Report(number, len(prompts)))
             for row in answered:
                 kept.save(row.answer.sample, row.features())
@@ -106,24 +106,23 @@ def begin_turns(
     settings: AnswerSettings,
     seed: int,
 ) -> list[str]:
-    """User turns that begin with one of these words, and that the target ends.
+    """User turns that begin with one of `openings`, which the target completes. `path` keeps them.
 
-    `path` keeps them. Some are lost, where the target does not come to an end, or repeats itself.
+    There are fewer than `count`: those without an end, and repetitions, are dropped.
     """
     if not path.exists():
         header, _ = turn_start(target)
-        begun = Random(seed).choices(openings, k=count)
-        encoded = [target.tokenizer.encode(text, add_special_tokens=False) for text in begun]
+        beginnings = Random(seed).choices(openings, k=count)
+        encoded = [target.tokenizer.encode(text, add_special_tokens=False) for text in beginnings]
         mx.random.seed(seed)
         sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
         prompts = [header + list(tokens) for tokens in encoded]
         turns = []
-        for text, answer in zip(
-            begun, complete_prompts(target, prompts, settings, sampler), strict=True
-        ):
-            said = target.tokenizer.decode(list(answer.answer), skip_special_tokens=True)
-            if answer.ended and said.strip():
-                turns.append((text + said).strip())
+        answers = complete_prompts(target, prompts, settings, sampler)
+        for text, answer in zip(beginnings, answers, strict=True):
+            completion = target.tokenizer.decode(list(answer.answer), skip_special_tokens=True)
+            if answer.ended and completion.strip():
+                turns.append((text + completion).strip())
         _write(path, [{"turn": turn} for turn in dict.fromkeys(turns)])
     return [line["turn"] for line in whole_lines(path)]
 
@@ -137,7 +136,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 class Report:
-    """Prints now and then how far a chunk has come."""
+    """Prints how far a chunk has come, about every 8,000 tokens."""
 
     def __init__(self, number: int, prompts: int) -> None:
         self._number = number
@@ -161,7 +160,7 @@ def user(text: str) -> dict[str, str]:
 def second_turns(
     target: Target, answers: list[Answer], fresh: list[Turns]
 ) -> list[list[dict[str, str]]]:
-    """The conversations of a chunk that go on, with the answers to their first turns."""
+    """The chats [question, answer, question] of a chunk's conversations that have a second turn."""
     conversations = []
     for answer, turns in zip(answers, fresh, strict=False):
         if len(turns) > 1:

@@ -21,8 +21,8 @@ from .problems import Turn
 
 HELD_OUT_SHARE = 12  # one key in this many is held out
 CATEGORIES = ("arithmetic", "counting", "units", "code", "story", "qa", "chat")
-CHAT_SHARE = 0.13
-GREETING_SHARE = 0.02
+CHAT_SHARE = 0.13  # of the training conversations are chats of several turns
+GREETING_SHARE = 0.02  # are a greeting or a farewell alone
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class Conversation:
 
 def is_held_out_key(key: str) -> bool:
     """Whether the problem named by `key` is held out, by a hash that never changes."""
-    return (
-        int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "big") % HELD_OUT_SHARE == 0
-    )
+    digest = blake2b(key.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
 def in_training(turn: Turn) -> bool:
@@ -60,7 +59,7 @@ def in_held_out(turn: Turn) -> bool:
 
 
 def draw(rng: Random, held_out: bool) -> Turn:
-    """One question of the wanted side of the split, by rejection."""
+    """A question from one side of the split: drawn again and again until one is."""
     generators = {**problems.GENERATORS, **passages.GENERATORS}
     wanted = in_held_out if held_out else in_training
     while True:
@@ -71,7 +70,7 @@ def draw(rng: Random, held_out: bool) -> Turn:
 
 
 def draw_chat(rng: Random, held_out: bool) -> Conversation:
-    """Two or three turns, some opened by a greeting or closed by thanks."""
+    """One or two questions, some after a greeting (a single one always) or before thanks."""
     turns = [draw(rng, held_out) for _ in range(rng.choice((1, 2, 2)))]
     if len(turns) == 1 or rng.random() < 0.2:
         turns.insert(0, passages.greeting(rng))
@@ -106,11 +105,10 @@ def held_out(per_category: int, seed: int = 0) -> list[Conversation]:
         turn = draw(rng, held_out=True)
         chat = draw_chat(rng, held_out=True)
         for conversation in (Conversation(turn.category, (turn,)), chat):
-            chosen_rows = chosen[conversation.category]
-            if len(chosen_rows) < per_category:
-                chosen_rows.setdefault(
-                    "\n".join(t.prompt for t in conversation.turns), conversation
-                )
-        if all(len(chosen_rows) == per_category for chosen_rows in chosen.values()):
+            by_prompt = chosen[conversation.category]
+            if len(by_prompt) < per_category:
+                prompt = "\n".join(turn.prompt for turn in conversation.turns)
+                by_prompt.setdefault(prompt, conversation)
+        if all(len(by_prompt) == per_category for by_prompt in chosen.values()):
             return [c for category in CATEGORIES for c in chosen[category].values()]
     raise SettingsError(f"There are not {per_category} held-out prompts in every category.")

@@ -16,9 +16,9 @@ class Score:
     """Sums over the prompts of one category."""
 
     prompts: int = 0
-    exact: int = 0
-    identical: int = 0
-    tokens: int = 0  # of the rounds
+    exact: int = 0  # answers equal to the expected text
+    identical: int = 0  # answers whose drafted tokens equal the plain ones
+    tokens: int = 0  # that the rounds wrote
     rounds: int = 0
 
     @property
@@ -44,10 +44,10 @@ def evaluate(
     Args:
         prompts: records of prompts.jsonl: "category", "answer" and "messages" or "prompt".
         drafter: None answers plainly only.
+        max_tokens: of each answer.
 
     Returns:
-        Scores by category. `exact` counts answers equal to the expected text, `identical` those
-        whose drafted tokens equal the plain ones.
+        Scores by category.
     """
     scores: dict[str, Score] = {}
     for record in prompts:

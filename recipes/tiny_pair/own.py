@@ -30,13 +30,13 @@ SCORED = 40  # held-out prompts per category behind the model card's scores
 OWN_SEED = 700_000
 OWN_REQUESTS = 16_000  # of strangers, no two the same
 OWN_TOKENS = 160  # of an answer
-BEGUN_TOKENS = 32  # that chance may write of one
+BEGUN_TOKENS = 32  # most tokens drawn at random at the beginning of an answer
 
 
 def different_requests() -> list[str]:
-    """What strangers ask, none twice: OWN_REQUESTS to learn from, then SCORED to be scored by.
+    """Different requests of strangers: OWN_REQUESTS to learn from, then SCORED to be scored by.
 
-    Two that differ by capitals or their last stop are the same.
+    Two that differ only in capitals or in the punctuation at their ends are the same.
     """
     different: dict[str, str] = {}
     stream = strangers.requests(OWN_SEED)
@@ -47,12 +47,12 @@ def different_requests() -> list[str]:
 
 
 def own_answers(target: Target, work: Path) -> list[Sample]:
-    """What the target says to strangers, and how it goes on where chance has begun its answers.
+    """The target's answers to strangers: greedy ones, and greedy ends of random beginnings.
 
-    To most strangers it says one of a few texts; a drafter that has learnt those alone knows them
-    by heart. Where an answer begins with up to BEGUN_TOKENS drawn at random, it says many more; so
-    each request is answered once in either way. What drafters are scored by is left out. Kept in
-    files of the folder `work`.
+    The target greedily gives most strangers one of a few answers, which a drafter learns by heart.
+    After a beginning of up to BEGUN_TOKENS tokens drawn at random it gives many more, so each
+    request is answered once in each way. Answers that drafters are scored by are left out. Files in
+    the folder `work` keep the answers.
     """
     prompts = [
         encode_prompt(target, [{"role": "user", "content": text}])
@@ -68,9 +68,9 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
         Answer(answer.prompt, answer.answer + end.answer, end.ended)
         for answer, end in zip(begun, ends, strict=True)
     ]
-    both = learnable([*greedy, *whole], target.tokenizer)
-    Random(OWN_SEED).shuffle(both)
-    return both
+    samples = learnable([*greedy, *whole], target.tokenizer)
+    Random(OWN_SEED).shuffle(samples)
+    return samples
 
 
 def answers_to(
@@ -80,13 +80,16 @@ def answers_to(
     answering: AnswerSettings,
     sampler_at: Callable[[int], Sampler | None] = lambda start: None,
 ) -> list[Answer]:
-    """The target's answers, kept in a file; a line is printed now and then."""
+    """The target's answers, kept in the file `path`. Prints a line every 10 chunks.
+
+    `sampler_at` returns the sampler of the chunk that begins at a prompt's number; None is greedy.
+    """
     counted = Counted(path.stem, 10 * answering.chunk)
     return answer_all(target, prompts, path, answering, counted, sampler_at)
 
 
 def drawn(start: int) -> Sampler:
-    """The sampler of the answers from a prompt on, at temperature 1."""
+    """The sampler, at temperature 1, of the chunk of answers that begins at a prompt's number."""
     mx.random.seed(OWN_SEED + start)
     return make_sampler(1.0)
 
@@ -101,23 +104,21 @@ def cut(answers: Iterable[Answer]) -> Iterator[Answer]:
 
 
 def learnable(answers: Iterable[Answer], tokenizer: TokenizerWrapper) -> list[Sample]:
-    """Answers to learn from: none is empty, or what the target says to a held-out problem.
+    """The answers to learn from: those that are not empty, nor the answer to a held-out problem.
 
-    Some of those come up in training anyway, under other questions; they are no secret.
+    Held-out answers that training has to other problems anyway are learnt.
     """
-    asked = [*corpus.held_out(SUITE_SIZE), *corpus.held_out(SCORED, seed=1)]
+    scored = [*corpus.held_out(SUITE_SIZE), *corpus.held_out(SCORED, seed=1)]
     trained = islice(corpus.conversations(DRAFTER_SEED), EPOCH)
-    secret = answers_of(asked) - answers_of(trained)
-    said = (
+    secret = answers_of(scored) - answers_of(trained)
+    texts = (
         (answer, tokenizer.decode(answer.answer, skip_special_tokens=True)) for answer in answers
     )
     return [
-        unfinished.sample
-        for unfinished, text in said
-        if len(unfinished.answer) > 1 and text not in secret
+        answer.sample for answer, text in texts if len(answer.answer) > 1 and text not in secret
     ]
 
 
 def answers_of(conversations: Iterable[corpus.Conversation]) -> set[str]:
-    """Every answer of some conversations."""
+    """The different answers in some conversations."""
     return {turn.answer for conversation in conversations for turn in conversation.turns}

@@ -2,13 +2,13 @@
 scores.
 
 A drafter learns the corpus first, then that and what the target says to requests it knows nothing
-about: with the corpus alone it was wrong about most of what the target says to people.
+about. A drafter of the corpus alone was wrong about most of what the target says to people.
 
     cd recipes && python -m tiny_pair OUT --work FOLDER
 
 Every stage leaves its result on disk and is skipped when it is there already; a stage that was
 interrupted resumes from its checkpoint in the work folder. For another target or recipe, take other
-folders: what is kept is not looked into.
+folders: nothing checks what made the files that are kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 VOCAB_SIZE = 1024
-CONTEXT = 2048
+CONTEXT = 2048  # tokens
 TARGET_CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -108,7 +108,7 @@ OWN_SHARE = 0.65  # of the conversations of an epoch, half of the tokens; the re
 
 
 def make_tokenizer(out: Path) -> None:
-    """Stage 1: the tokenizer, learnt from the training stream."""
+    """Stage 1: the tokenizer, learnt from 20,000 conversations of the training stream."""
     sample = islice(corpus.conversations(seed=1), 20_000)
     texts = (f"{m['role']}\n{m['content']}" for c in sample for m in c.messages)
     save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), out / "target", CONTEXT)
@@ -117,7 +117,7 @@ def make_tokenizer(out: Path) -> None:
 def epochs(
     tokenizer: TokenizerWrapper, seed: int, count: int = EPOCH
 ) -> Callable[[int], list[Sample]]:
-    """Epoch e of the training stream: `count` fresh conversations, tokenized."""
+    """A function from an epoch's number to its samples: `count` new conversations each time."""
 
     def epoch(e: int) -> list[Sample]:
         fresh = islice(corpus.conversations(seed + e), count)
@@ -146,7 +146,11 @@ def train_target(out: Path, work: Path) -> None:
 
 
 def mixed(target: Target, own_answers: list[Sample]) -> Callable[[int], list[Sample]]:
-    """Epoch e of the corpus and of the target's own answers, which come round again in turn."""
+    """A function from an epoch's number to its samples: the target's own answers, and the corpus.
+
+    Each epoch takes the next OWN_SHARE of its samples from `own_answers`, again from the first one
+    after the last; the corpus is new each time.
+    """
     count = round(OWN_SHARE * EPOCH)
     fresh = epochs(target.tokenizer, OWN_SEED, EPOCH - count)
 
@@ -158,7 +162,7 @@ def mixed(target: Target, own_answers: list[Sample]) -> Callable[[int], list[Sam
 
 
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
-    """Stage 3: a drafter, for the target as it was saved: of the corpus, then of strangers too."""
+    """Stage 3: a drafter for the saved target. It learns the corpus, then also the target's answers."""
     target = load_target(str(out / "target"))
     unquantized = {key: value for key, value in config.items() if key != "quantization"}
     shape = DraftConfig.from_dict(unquantized)
@@ -176,7 +180,7 @@ def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> Non
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a drafter is there, whole (its config is written last); if it is, that is said."""
+    """Whether the folder has a whole drafter (its config is written last); prints it if so."""
     kept = (folder / "config.json").exists()
     if kept:
         say(f"kept as it is: {folder}")
@@ -192,7 +196,7 @@ def train_on(
     checkpoint: Path,
     start: DFlash | None = None,
 ) -> DFlash:
-    """A drafter that has learnt these samples, from nothing or from what it is at the `start`."""
+    """A drafter trained on these samples, from random weights or from the drafter `start`."""
     settings = DrafterSettings(
         steps=steps,
         tokens=1024,
@@ -216,8 +220,8 @@ def train_on(
 def record(conversation: corpus.Conversation) -> dict[str, Any]:
     """A line of prompts.jsonl: the prompt, or the chat before it too, and the expected answer."""
     *before, answer = conversation.messages
-    asked = {"messages": before} if len(before) > 1 else {"prompt": before[0]["content"]}
-    return {"category": conversation.category, **asked, "answer": answer["content"]}
+    prompt = {"messages": before} if len(before) > 1 else {"prompt": before[0]["content"]}
+    return {"category": conversation.category, **prompt, "answer": answer["content"]}
 
 
 def write_suite(out: Path) -> None:
@@ -229,7 +233,7 @@ def write_suite(out: Path) -> None:
 def score(out: Path, name: str) -> str:
     """Stage 5: a Markdown table of a drafter's scores on prompts it has not seen.
 
-    There is no right answer to what strangers ask, so none of theirs is exact.
+    Strangers' requests have no right answer, so their row has no share of exact ones.
     """
     target = load_target(str(out / "target"))
     drafter = load_drafter(str(out / name))
@@ -241,11 +245,11 @@ def score(out: Path, name: str) -> str:
     rows = ["| category | prompts | acceptance length | exact answers | drafted = plain |"]
     rows.append("|---|---|---|---|---|")
     shown = {**scores, "**all**": total(scores), **evaluate(target, drafter, others)}
-    for category, s in shown.items():
-        exact = f"{s.exact / s.prompts:.0%}" if category != "strangers" else "-"
+    for category, sums in shown.items():
+        exact = f"{sums.exact / sums.prompts:.0%}" if category != "strangers" else "-"
         rows.append(
-            f"| {category} | {s.prompts} | {s.acceptance_length:.2f} | {exact} |"
-            f" {s.identical / s.prompts:.0%} |"
+            f"| {category} | {sums.prompts} | {sums.acceptance_length:.2f} | {exact} |"
+            f" {sums.identical / sums.prompts:.0%} |"
         )
     return "\n".join(rows)
 

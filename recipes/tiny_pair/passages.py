@@ -111,8 +111,8 @@ def story(rng: Random) -> Turn:
     a = rng.choice([*ANIMALS])
     t = rng.choice([*THINGS])
     p = rng.choice(PLACES)
-    (temper, home) = ANIMALS[a]
-    (deed, reaction) = THINGS[t]
+    temper, home = ANIMALS[a]
+    deed, reaction = THINGS[t]
     answer = (
         f"Once upon a time there was a {temper} {a} named {n}. {n} the {a} lived in a {home}"
         f" near the {p}.\nOne morning {n} walked through the {p} and found a {t}. "
@@ -228,12 +228,12 @@ def question(rng: Random) -> Turn:
 
 
 def greeting(rng: Random) -> Turn:
-    """Opens a conversation; too small a set to hold out, so only training and chats use it."""
+    """A turn that opens a conversation. There are too few to hold some out, so it has no keys."""
     return Turn("chat", rng.choice(GREETINGS), "Hello! How can I help you today?", ())
 
 
 def farewell(rng: Random) -> Turn:
-    """Closes a conversation."""
+    """A turn that closes a conversation, without keys either."""
     return Turn("chat", rng.choice(THANKS), "You are welcome! Ask me again any time.", ())
 
 

@@ -69,7 +69,7 @@ def product_keys(a: int, b: int) -> tuple[str, ...]:
 
 
 def addition_steps(a: int, b: int) -> list[str]:
-    """Column addition, one line a column; the carry and a two-digit column sum always stand."""
+    """Column addition, one line a column; the carry is always written, and sums in two digits."""
     lines = []
     carry = 0
     width = len(str(max(a, b)))
@@ -86,7 +86,7 @@ def addition_steps(a: int, b: int) -> list[str]:
 
 
 def subtraction_steps(a: int, b: int) -> list[str]:
-    """Column subtraction for a >= b, one line a column; the borrow always stands."""
+    """Column subtraction for a >= b, one line a column; the borrow is always written."""
     lines = []
     borrow = 0
     for column in range(len(str(a))):
@@ -103,7 +103,8 @@ def subtraction_steps(a: int, b: int) -> list[str]:
 
 def operand(rng: Random) -> int:
     """A number of one to three digits; long ones are common, because copying them is hard."""
-    return rng.randrange(*rng.choice(((1, 10), (10, 100), (10, 100), (100, 1000), (100, 1000))))
+    ranges = ((1, 10), (10, 100), (10, 100), (100, 1000), (100, 1000))
+    return rng.randrange(*rng.choice(ranges))
 
 
 def addition(rng: Random) -> Turn:
@@ -157,7 +158,7 @@ def count_by_one(rng: Random) -> Turn:
     """Up or down by one; every line names the goal, so that the end is seen from the last line."""
     low = rng.randrange(0, 84)
     high = low + rng.randrange(6, 16)
-    if rng.random() < 0.6:  # down is learnt later
+    if rng.random() < 0.6:  # more often, because counting down is harder to learn
         first = high
         last = low
         word = "down to"
@@ -212,7 +213,14 @@ def continue_sequence(rng: Random) -> Turn:
     """Find the step of a sequence from its first two numbers and continue it by six."""
     step = rng.choice((1, 2, 3, 4, 5, 10))
     low = rng.randrange(0, 100 - step * 8)
-    first, move, word = (low, step, "up") if rng.random() < 0.5 else (low + step * 8, -step, "down")
+    if rng.random() < 0.5:
+        first = low
+        move = step
+        word = "up"
+    else:
+        first = low + step * 8
+        move = -step
+        word = "down"
     a = first
     b = first + move
     c = first + 2 * move
@@ -267,8 +275,13 @@ def factor_steps(n: int, factor: int) -> list[str]:
 
 
 def factor_keys(n: int, factor: int) -> tuple[str, ...]:
-    """The keys of the products and sums in `factor_steps`."""
-    digit, other = (n, factor) if 10 < factor < 60 else ({60: 6}.get(factor, factor), n)
+    """The keys of the products and sums in `factor_steps`; none if it has no two-digit product."""
+    if 10 < factor < 60:
+        digit = n
+        other = factor
+    else:
+        digit = 6 if factor == 60 else factor  # 60 is written as 6 and a zero
+        other = n
     if digit >= 10 or other < 10:
         return ()
     return product_keys(digit, other) + product_sum_keys(digit, other)
@@ -277,12 +290,12 @@ def factor_keys(n: int, factor: int) -> tuple[str, ...]:
 def units(rng: Random) -> Turn:
     """Convert a whole number of a large unit into a small one."""
     large, small, factor = rng.choice(UNITS)
-    lengths = [(2, 10)]  # as a range each, so that small numbers are as common as long ones
+    ranges = [(2, 10)]  # one for each length, so that short numbers are as common as long ones
     if not 10 < factor < 60:
-        lengths.append((10, 100))
+        ranges.append((10, 100))
     if factor in (10, 100, 1000):
-        lengths.append((100, 1000))
-    n = rng.randrange(*rng.choice(lengths))
+        ranges.append((100, 1000))
+    n = rng.randrange(*rng.choice(ranges))
     lines = [f"Each of the {n} {large} has {factor} {small}.", *factor_steps(n, factor)]
     lines.append(f"So {n} {large} = {n * factor} {small}.")
     prompt = rng.choice(UNIT_PROMPTS).format(n, large, small)

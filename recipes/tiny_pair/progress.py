@@ -1,4 +1,4 @@
-"""What a stage of the recipe says on stderr while it runs."""
+"""What a stage of the recipe prints to stderr while it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Printer:
 
 
 class Counted:
-    """Prints a line to stderr whenever so many more answers are written."""
+    """Prints a line to stderr whenever `every` more answers are written, and after the last."""
 
     def __init__(self, title: str, every: int) -> None:
         self.title = title
@@ -49,5 +49,5 @@ class Counted:
 
 
 def say(line: str) -> None:
-    """A line on stderr, at once."""
+    """Print a line to stderr without delay."""
     print(line, file=sys.stderr, flush=True)

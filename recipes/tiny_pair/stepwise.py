@@ -37,17 +37,18 @@ from .target import collate, new_model, next_token_loss, save_model
 
 SEED = 900_000
 STEPS = 200
-TOKENS = 1536
-RATE = 0.02
+TOKENS = 1536  # of a micro-batch; two make a step
+RATE = 0.02  # Muon's
 PASSES = (1.0, 0.7, 0.5)  # weights of the losses of a head's first, second and third token
 SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 256, "head_dim": 32}
 
 
 def head_loss(head: MTPHead, target: Target) -> Loss:
-    """The mean loss of `PASSES`, and how often the first token is right.
+    """A loss function for `fit`, of a batch from `collate`.
 
-    Each pass reads the outputs of the one before it, as drafting does; its rows see each other and
-    not the rows of earlier passes.
+    It returns the mean loss of `PASSES`, and the share of first tokens that are right. Each pass
+    reads the outputs of the one before it, as drafting does; its rows see each other and not the
+    rows of earlier passes.
     """
 
     def loss(parameters: Parameters, ids: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
@@ -57,7 +58,7 @@ def head_loss(head: MTPHead, target: Target) -> Loss:
         total = mx.array(0.0)
         share = mx.array(0.0)
         for step, weight in enumerate(PASSES, 1):
-            # Row i has the feature of token i and the token i + at, and is to say the next one.
+            # Row i reads the feature at token i and token i + step, and predicts the next token.
             rows = ids.shape[1] - 1 - step
             following = ids[:, step : step + rows]
             labels = ids[:, step + 1 :]
@@ -94,7 +95,7 @@ def train(loss: Loss, start: Any, target: Target, name: str, work: Path) -> Para
 
 
 def train_head(target: Target, out: Path, work: Path) -> None:
-    """Train a head, and save it by the names that Qwen's have."""
+    """Train a head, and save it with the weight names of Qwen's heads."""
     layout = LAYOUTS["qwen3"]
     mx.random.seed(SEED)
     head = MTPHead(target, layout)

@@ -1,7 +1,7 @@
 """Requests that the corpus knows nothing about: what people type who try a model out.
 
-The target was never trained on such, so its answers are nonsense; but they are its own, and a
-drafter that has only seen the corpus is wrong about most of them. Only the requests are made here:
+The target was never trained on such requests, so its answers are nonsense, and a drafter that has
+seen only the corpus is wrong about most of them. Only the requests are made here:
 drafters learn what the target says to them (`dflash_mlx.train.answer_writer`).
 """
 
@@ -12,7 +12,7 @@ from random import Random
 
 
 def listed(text: str) -> list[str]:
-    """What stands between the bars and line ends of a text; a line has several."""
+    """The items of a text, which bars and line ends separate."""
     return [item for line in text.split("\n") for item in line.split("|")]
 
 
@@ -96,7 +96,7 @@ Shorten this: I went to {place} with my {role}, and we bought a {thing} there fo
 Good afternoon!|Good evening|hey|ok|yes|no|help|thanks a lot|test|continue|more|why?|really?|Bye
 what can you do?|{thing}|{creature}|{subject}|{manner} {creature}|{place}""")
 ENDS = ".?!"
-BARE = 0.15  # of the requests come without theirs
+BARE = 0.15  # of the requests come without the punctuation at their end
 
 
 def requests(seed: int) -> Iterator[str]:
@@ -116,5 +116,5 @@ def requests(seed: int) -> Iterator[str]:
 
 
 def bare(request: str) -> str:
-    """A request without what people leave out: capitals, a full stop."""
+    """A request without capitals and the punctuation at its end, which people may leave out."""
     return request.rstrip(ENDS).lower()

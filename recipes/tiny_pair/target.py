@@ -24,7 +24,10 @@ PROMPT_WEIGHT = 0.1  # of a prompt token's loss; an answer token's is 1
 
 
 def new_model(config: dict[str, Any], seed: int) -> qwen3.Model:
-    """A Qwen3 model with normal weights scaled by fan-in, residual branches by depth as well."""
+    """A Qwen3 model with random weights from a seed.
+
+    They are normal and scaled by fan-in, those that end a residual branch by the depth, too.
+    """
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     mx.random.seed(seed)
     depth = math.sqrt(2 * config["num_hidden_layers"])
@@ -56,7 +59,10 @@ def collate(samples: list[Sample], rng: Random) -> Arrays:
 
 
 def next_token_loss(model: nn.Module) -> Loss:
-    """The weighted mean cross entropy of a batch, and the share of weight predicted right."""
+    """A loss function for `fit`, of a batch from `collate`.
+
+    It returns the weighted mean cross entropy, and the share of the weight on right predictions.
+    """
 
     def loss(parameters: Parameters, ids: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         model.update(parameters)

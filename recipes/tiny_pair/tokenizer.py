@@ -17,6 +17,7 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 MASK = "<|mask|>"
 SPECIAL_TOKENS = [PAD, START, END, MASK]
+# A digit, a word, other characters, or white space: what BPE does not merge across.
 PIECES = r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

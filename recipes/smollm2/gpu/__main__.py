@@ -22,7 +22,8 @@ from .run import Run
 from .target import SmolLM2, installed_file
 from .writer import Writer
 
-TURNS_UNTIL = 0.15  # of the run's time
+# When the writing of user turns, and of answers, ends: shares of the run's time.
+TURNS_UNTIL = 0.15
 ANSWERS_UNTIL = 0.4
 
 
@@ -34,10 +35,11 @@ class Scale:
         slots: answers written at once.
         length: most tokens of a sequence.
         conversations: that are begun.
-        tokens: of a step of training.
+        tokens: how many a step of training reads.
         anchors: blocks of each sequence in a step.
         held_out: conversations that are not trained on.
-        suite_prompts, suite_tokens: of each suite, and of their answers.
+        suite_prompts: prompts of each suite.
+        suite_tokens: most tokens of an answer to one of these.
         checkpoint: seconds between checkpoints.
     """
 
@@ -87,8 +89,8 @@ def main() -> None:
     begin = time.monotonic()
     options = parsed()
     sizes = {"conversations": options.conversations, "tokens": options.tokens}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    scale = replace(SMALL if options.small else Scale(), **given)
+    changed = {name: size for name, size in sizes.items() if size is not None}
+    scale = replace(SMALL if options.small else Scale(), **changed)
     (options.out / "work").mkdir(parents=True, exist_ok=True)
     figures = Figures(options.out, begin)
     target = open_target(options.gguf or installed_file(), figures)
@@ -126,7 +128,10 @@ def written(
     begin: float,
     end: float,
 ) -> tuple[dict[str, list[Sample]], list[Sample], list[Sample]]:
-    """The target's answers: those of each suite, those held out, and those to learn from."""
+    """The target's answers: to each suite, held out, and to learn from.
+
+    `begin` and `end` are the time.monotonic() at which the run begins and has to end.
+    """
     work = options.out / "work"
     graphs = target.device == "cuda" and not options.eager
     writer = Writer(target, scale.slots, scale.length, options.seed, graphs)

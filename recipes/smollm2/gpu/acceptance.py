@@ -1,8 +1,8 @@
-"""How many tokens a step of greedy decoding yields, from answers that are there already.
+"""How many tokens a step of greedy decoding yields, computed from finished greedy answers.
 
-What a block drafts depends on its anchor only, and what is kept of it on the text. So all blocks of
-an answer are drafted together, and then a walk from block to block takes the steps that decoding
-would take.
+What a block drafts depends only on the text up to its anchor, and how much of it is kept on the
+text after it. So blocks at all positions of an answer are drafted together, and counting then goes
+from block to block as decoding would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = 16  # answers at a time
 
 @torch.no_grad()
 def acceptance(drafter: Drafter, weights: Weights, features: Features) -> tuple[int, int]:
-    """Tokens and steps of all samples, whose answers are greedy, with whole blocks.
+    """How many tokens all answers have, and how many steps with whole blocks write them.
 
     The first token of an answer comes from the prompt's own forward, and does not count.
     """
@@ -39,7 +39,7 @@ def acceptance(drafter: Drafter, weights: Weights, features: Features) -> tuple[
 
 
 def walk(sample: Sample, accepted: Sequence[int]) -> int:
-    """The steps of an answer, of which each keeps what was accepted after its anchor, and a token.
+    """The steps of an answer. Each keeps what was accepted after its anchor, and one more token.
 
     Args:
         sample: prompt and answer.

@@ -17,15 +17,14 @@ from .features import Sample
 from .target import SmolLM2
 from .writer import Sampling, Task, Writer
 
-# As in write.py, which needs MLX: user turns that the target writes for each conversation, and
-# most tokens of a turn, of an answer and of a conversation that goes on.
+# These five are those of write.py, which needs MLX and explains them.
 OWN = 0.25
 BEGUN = 0.2
 TURN_TOKENS = 96
 ANSWER_TOKENS = 384
 AFTER_TOKENS = 320
-TURNS = Sampling(temperature=1.0, min_p=0.05)
-PUBLISHED = Sampling(temperature=0.2, top_p=0.9)
+TURNS = Sampling(temperature=1.0, min_p=0.05)  # of user turns
+PUBLISHED = Sampling(temperature=0.2, top_p=0.9)  # of sampled answers, as published with the model
 SAMPLED = 4  # one answer in so many is sampled, the others are greedy
 SUITE_NAMES = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 
@@ -33,7 +32,10 @@ SUITE_NAMES = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 def write_turns(
     target: SmolLM2, writer: Writer, count: int, path: Path, seed: int, deadline: float
 ) -> dict[str, list[str]]:
-    """User turns by kind that the target wrote for `count` conversations; `path` keeps them."""
+    """User turns that the target writes for `count` conversations, by kind; `path` keeps them.
+
+    Turns that differ only by capitals and punctuation are the same, and come once.
+    """
     if path.exists():
         kept: dict[str, list[str]] = json.loads(path.read_text())
         return kept
@@ -52,10 +54,10 @@ def write_turns(
 
     def done(task: Task) -> None:
         kind, start = starts[task.number]
-        said = target.tokenizer.decode(task.answer, skip_special_tokens=True)
-        turn = (start + said).strip()
+        completion = target.tokenizer.decode(task.answer, skip_special_tokens=True)
+        turn = (start + completion).strip()
         words = tuple(re.findall(r"\w+", turn.lower()))
-        if task.ended and said.strip() and len(words) > 1:
+        if task.ended and completion.strip() and len(words) > 1:
             turns[kind].setdefault(words, turn)
 
     writer.write(tasks, done, deadline)
@@ -68,7 +70,7 @@ def write_turns(
 
 
 def asked(data: Path, turns: dict[str, list[str]], count: int, seed: int) -> list[Turns]:
-    """The user turns of so many conversations. No prompt of a test split is among them."""
+    """The user turns of `count` conversations. No prompt of a test split is among them."""
     return [chat for _, chat in islice(conversations(data, turns, seed), count)]
 
 
@@ -81,14 +83,14 @@ def write_answers(
     the conversation and of the turn.
     """
     rows = read_rows(path)
-    there = {(row["conversation"], row["turn"]) for row in rows}
+    answered = {(row["conversation"], row["turn"]) for row in rows}
     second = [
         task
         for row in rows
-        if row["turn"] == 0 and (row["conversation"], 1) not in there
+        if row["turn"] == 0 and (row["conversation"], 1) not in answered
         for task in second_turn(target, chats, row)
     ]
-    numbers = [number for number in range(len(chats)) if (number, 0) not in there]
+    numbers = [number for number in range(len(chats)) if (number, 0) not in answered]
     texts = [user(chats[number][0]) for number in numbers]
     prompts = target.encode_all(texts)
     first = [task_of(number, prompt, 0) for number, prompt in zip(numbers, prompts, strict=True)]
@@ -106,7 +108,10 @@ def write_answers(
 
 
 def second_turn(target: SmolLM2, chats: list[Turns], row: dict[str, Any]) -> Iterator[Task]:
-    """The task of a conversation's second turn, if it has one and is not too long."""
+    """The task of a conversation's second turn, or none if it has no such turn or is too long.
+
+    `row` has the answer to the first turn.
+    """
     number = row["conversation"]
     if len(chats[number]) > 1:
         said = target.tokenizer.decode(row["answer"], skip_special_tokens=True)
@@ -118,7 +123,7 @@ def second_turn(target: SmolLM2, chats: list[Turns], row: dict[str, Any]) -> Ite
 
 
 def task_of(conversation: int, prompt: list[int], turn: int) -> Task:
-    """A task whose number holds those of conversation and turn."""
+    """A task with the number 2 * conversation + turn, where turn is 0 or 1."""
     drawn = conversation % SAMPLED == SAMPLED - 1
     sampling = PUBLISHED if drawn else Sampling()
     return Task(2 * conversation + turn, prompt, ANSWER_TOKENS, sampling)
@@ -141,10 +146,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def split(path: Path, held_out: int) -> tuple[list[Sample], list[Sample]]:
-    """Samples held out and samples to learn from; a conversation's turns stay together."""
+    """Samples of `held_out` conversations, at most a tenth of all, and samples of the others."""
     rows = [row for row in read_rows(path) if len(row["answer"]) > 1]
     numbers = sorted({row["conversation"] for row in rows})
-    chosen = {*Random(0).sample(numbers, min(held_out, -(-len(numbers) // 10)))}
+    tenth = -(-len(numbers) // 10)  # rounded up
+    chosen = {*Random(0).sample(numbers, min(held_out, tenth))}
 
     def samples(wanted: Callable[[int], bool]) -> list[Sample]:
         return [
@@ -161,7 +167,15 @@ def suite_answers(
 ) -> dict[str, list[Sample]]:
     """Greedy answers to the first prompts of each suite; MT-bench has its first turns.
 
-    MBPP's task ids from 601 on are trained on, so its first ones are not. `path` keeps the answers.
+    Training uses MBPP's task ids from 601 on, so its first ones are not trained on.
+
+    Args:
+        target: the model.
+        writer: writes its answers.
+        data: the folder of the suites.
+        prompts: how many of each suite.
+        tokens: the most of an answer.
+        path: keeps the answers.
     """
     if not path.exists():
         names = []

@@ -21,16 +21,16 @@ import mlx.core as mx
 from .figures import Figures
 
 SWITCH = "MLX_CUDA_USE_CUDNN_SDPA"
-# Heads of queries, of keys, and their size: SmolLM2-135M's, and Qwen3-8B's.
+# (query heads, key heads, head size) of SmolLM2-135M and of Qwen3-8B.
 SHAPES = ((9, 3, 64), (32, 8, 128))
 ROWS = (1, 4, 8, 16)
-FIRST = 500  # keys
-LENGTHS = 16  # so many, each longer than the last by a row
-BUCKET = 256
+FIRST = 500  # keys of the first length
+LENGTHS = 16  # each has a key more than the one before
+BUCKET = 256  # padded lengths are multiples of it
 
 
 def milliseconds(shape: tuple[int, int, int], rows: int, keys: int, padded: bool) -> float:
-    """The time of one call, which waits for its result."""
+    """Milliseconds of one call, until its result is there."""
     heads, kv_heads, size = shape
     length = -(-keys // BUCKET) * BUCKET if padded else keys
     queries = mx.random.normal((1, heads, rows, size)).astype(mx.bfloat16)

@@ -4,7 +4,7 @@
 
 1. Greedy answers to eight prompts: the same tokens, or the first difference and what the package's
    logits of the two tokens differ by.
-2. Steps of whole blocks that these answers take: the package's loop, and `acceptance` here.
+2. How many steps with whole blocks these answers take: in the package's loop, and by `acceptance`.
 3. Training steps on the same batches from the shipped weights: both losses of each.
 """
 
@@ -60,7 +60,9 @@ def compare_answers(package: Target, target: SmolLM2, max_tokens: int) -> list[S
     questions = [prompt.question for prompt in embedded_prompts()][::5][:PROMPTS]
     chats = [[{"role": "user", "content": question}] for question in questions]
     prompts = target.encode_all(chats)
-    same = sum(encode_prompt(package, c) == p for c, p in zip(chats, prompts, strict=True))
+    same = sum(
+        encode_prompt(package, chat) == prompt for chat, prompt in zip(chats, prompts, strict=True)
+    )
     print(f"prompts of the same token ids: {same} of {len(prompts)}")
     tasks: list[Task] = []
     writer = Writer(target, slots=PROMPTS, length=LENGTH)
@@ -83,7 +85,7 @@ def compare_answers(package: Target, target: SmolLM2, max_tokens: int) -> list[S
 def compare_acceptance(package: Target, target: SmolLM2, samples: list[Sample]) -> None:
     """Decode the answers again with the shipped drafter, and count the steps."""
     drafter = load_drafter("smollm2")
-    decoded = [
+    package_steps = [
         dflash_mlx.generate(
             package,
             drafter,
@@ -97,7 +99,7 @@ def compare_acceptance(package: Target, target: SmolLM2, samples: list[Sample]) 
     features = Features(target, config["dflash_config"]["target_layer_ids"], samples)
     network = Drafter(config, target, torch.ones(()))
     tokens, steps = acceptance(network, weights, features)
-    print(f"steps for {tokens} tokens: {sum(decoded)} of the package's loop, {steps} here")
+    print(f"steps for {tokens} tokens: {sum(package_steps)} of the package's loop, {steps} here")
 
 
 def compare_losses(package: Target, target: SmolLM2, samples: list[Sample], steps: int) -> None:
@@ -134,7 +136,7 @@ def compare_losses(package: Target, target: SmolLM2, samples: list[Sample], step
 
 @torch.no_grad()
 def as_batch(target: SmolLM2, layers: list[int], arrays: Arrays) -> Batch:
-    """A batch of the package's trainer with this target's features."""
+    """A batch of the package's trainer as one of this recipe, with the features of `layers`."""
     tokens, anchors, ends = (torch.from_numpy(np.array(array)).long() for array in arrays)
     hidden, taps = target.read(tokens, layers)
     logits = target.head(hidden)

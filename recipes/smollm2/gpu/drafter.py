@@ -19,7 +19,7 @@ from .target import SmolLM2, rotated
 HEAD = "lm_head.weight"
 FUSION = "fc.weight"
 NOT_TRAINED = (HEAD, IDS)
-RESIDUAL = ("o_proj", "down_proj")
+RESIDUAL = ("o_proj", "down_proj")  # zeros there make a new layer change nothing
 
 
 class Batch(NamedTuple):
@@ -81,7 +81,7 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafter:
-    """The network; its weights are arguments, so that those of a checkpoint need no other one.
+    """The network. It has no weights: each call is given those that it uses.
 
     Attributes:
         config: config.json.
@@ -94,7 +94,7 @@ class Drafter:
     scales: Tensor
 
     def __call__(self, weights: Weights, batch: Batch) -> Slots:
-        """Draft all blocks."""
+        """Draft all blocks of a batch, and compare them with the text and the target's choices."""
         block = self.config["block_size"]
         sequences, blocks = batch.anchors.shape
         rows = torch.arange(block, device=batch.tokens.device)
@@ -211,7 +211,9 @@ class Drafter:
 def slot_losses(
     logits: Tensor, ids: Tensor, choices: Tensor, tops: Tensor, shares: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Half cross entropy, half KL divergence of slots [N, M], and whether a choice can be drafted.
+    """The losses of slots [M], and whether the target's choice in each can be drafted [M].
+
+    A loss is half the cross entropy and half the KL divergence.
 
     Args:
         logits: of the tokens that can be drafted, [M, V'].
@@ -239,7 +241,9 @@ def slot_losses(
 def start_weights(
     config: dict[str, Any], weights: Weights, scales: Tensor, layers: int, seed: int
 ) -> tuple[dict[str, Any], Weights]:
-    """What training begins with: fusion for scaled taps, and perhaps layers that do nothing yet.
+    """The config and weights that training begins with.
+
+    The fusion is for scaled taps; additional layers change nothing yet.
 
     Args:
         config, weights: of the shipped drafter.

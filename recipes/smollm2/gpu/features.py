@@ -16,8 +16,8 @@ from .writer import rounded
 
 TOP = 16  # likeliest tokens that are kept of each distribution
 SCALE_SAMPLES = 32  # that `tap_scales` reads
-SINK_TOKENS = 8  # whose states are unusual, at the beginning of a text
-LOGITS = 16384  # tokens whose logits exist at a time
+SINK_TOKENS = 8  # at the beginning of a text, left out of the scales: their states are unusual
+LOGITS = 16384  # most tokens whose logits are in memory at the same time
 ROWS = 256  # sequences of a batch at most: each has as many blocks, however short it is
 
 
@@ -64,6 +64,7 @@ class Features:
             longest = longest[rows:]
 
     def _fill(self, target: SmolLM2, layers: Sequence[int], numbers: list[int]) -> None:
+        """Compute and store the features of the samples with these numbers, in one forward."""
         places, inside = self._places(torch.tensor(numbers, device=target.device))
         places = places[inside]
         texts = [torch.tensor(self.samples[number].tokens) for number in numbers]
@@ -78,14 +79,17 @@ class Features:
         self._shares[places] = (tops.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
     def _places(self, numbers: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """Where the tokens of samples are [N, S], and which of them are no padding."""
+        """Where the tokens of samples are stored, and which are no padding, [N, S] each."""
         lengths = self._lengths[numbers]
         within = torch.arange(width or int(lengths.max()), device=numbers.device)
         inside = within < lengths[:, None]
         return self._starts[numbers][:, None] + within.minimum(lengths[:, None] - 1), inside
 
     def batch(self, numbers: list[int], anchors: Sequence[Sequence[int]], count: int) -> Batch:
-        """Samples with the blocks after some anchors; fewer than `count` anchors are filled up."""
+        """The samples with these numbers, and a block after each of their anchors.
+
+        A sample with fewer than `count` anchors gets blocks without weight.
+        """
         device = self._tokens.device
         width = rounded(max(len(self.samples[number].tokens) for number in numbers))
         places, inside = self._places(torch.tensor(numbers, device=device), width)
@@ -130,13 +134,13 @@ class Features:
 def training_batches(
     features: Features, tokens: int, anchors: int, random: Random
 ) -> Iterator[Batch]:
-    """Batches of about so many tokens, without end; each epoch in another order."""
+    """Endless batches of about `tokens` tokens; each epoch is in another order. See `epoch`."""
     while True:
         yield from epoch(features, tokens, anchors, random)
 
 
 def epoch(features: Features, tokens: int, anchors: int, random: Random) -> Iterator[Batch]:
-    """Batches of all samples, with so many random anchors each.
+    """Batches of all samples, with at most `anchors` random anchors in each sample.
 
     The first anchor is the first token of the answer, where decoding drafts first.
     """
@@ -151,7 +155,7 @@ def epoch(features: Features, tokens: int, anchors: int, random: Random) -> Iter
 
 
 def groups(samples: Sequence[Sample], tokens: int, random: Random) -> list[list[int]]:
-    """Numbers of samples of similar length, about so many tokens in each group.
+    """Groups of numbers of samples with similar lengths, each of about `tokens` tokens.
 
     Some samples are taken twice to fill the last group of a length.
     """

@@ -1,4 +1,4 @@
-"""What a run tells: each figure as soon as it is known."""
+"""The figures of a run, each printed and stored as soon as it is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Figures:
         self._begin = begin
 
     def add(self, stage: str, **figures: Any) -> None:
-        """Add a line, with the seconds since the beginning."""
+        """Add a line: seconds since the beginning, the stage of the run, and its figures."""
         seconds = round(time.monotonic() - self._begin, 1)
         line = json.dumps({"seconds": seconds, "stage": stage, **figures})
         print(line, flush=True)

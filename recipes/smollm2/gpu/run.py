@@ -25,9 +25,11 @@ from .training import Training
 SHIPPED = Path(dflash_mlx.__file__).parent / "smollm2"
 HELD_OUT_TOKENS = 8192  # of a batch
 REPORT = 20  # steps between two lines of losses
-RESERVE = 2  # times what a checkpoint took, and as many seconds, are kept for the last one
+# The last checkpoint has RESERVE times as long as the one before it took, and RESERVE seconds.
+RESERVE = 2
 PART = 15 * 2**20  # bytes of a file of unquantized weights
-SHARES = (1.0, 0.5)  # of the trained weights in the weights that are scored; the rest is shipped
+# Weights are scored as trained, and mixed: these shares of the trained ones with shipped ones.
+SHARES = (1.0, 0.5)
 
 
 class Run:
@@ -61,7 +63,7 @@ class Run:
     def read(
         self, suites: dict[str, list[Sample]], held_out: list[Sample], training: list[Sample]
     ) -> None:
-        """Compute the target's features of everything that is scored or learnt."""
+        """Compute the target's features of all samples that are scored or trained on."""
         layers = self._config["dflash_config"]["target_layer_ids"]
         self._suites = {
             name: Features(self._target, layers, samples) for name, samples in suites.items()
@@ -127,7 +129,7 @@ class Run:
             )
 
     def _checkpoint(self, training: Training, config: dict, anchors: int) -> float:
-        """Score what there is, and keep the best; returns the seconds that this took."""
+        """Score the weights, and save them if they are the best. Returns the seconds this took."""
         start = time.monotonic()
         loss, tau = self._held_out_loss(training, anchors)
         figures = {"step": training.steps, "held_out_loss": loss, "held_out_tau": tau}
@@ -152,7 +154,7 @@ class Run:
         return time.monotonic() - start
 
     def _mixed(self, trained: Weights, share: float) -> Weights:
-        """The mean of the shipped weights and a share of trained ones."""
+        """The shipped weights and the trained ones, averaged with a weight of `share` for these."""
         return {
             name: weight if name in NOT_TRAINED else weight.lerp(trained[name], share)
             for name, weight in self._shipped.items()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-# Matrices are stored in 4 bits; of the others, vectors are norms, and this one holds token ids.
+# Token ids, stored as they are. Matrices are stored in 4 bits, and other vectors in bf16.
 IDS = "d2t"
 PER_WORD = 8  # codes of 4 bits in 32
 
@@ -53,22 +53,23 @@ def save(config: dict[str, Any], weights: Weights, folder: Path) -> None:
 
 
 def rounded_to_stored(weights: Weights, size: int) -> Weights:
-    """The weights that a file of these weights gives back."""
-    return {
-        name: unpacked(*packed(weight, size), size)
-        if weight.ndim == 2
-        else weight
-        if name == IDS
-        else weight.bfloat16().float()
-        for name, weight in weights.items()
-    }
+    """What `load` returns after `save` has stored these weights, in groups of `size` values."""
+    rounded = {}
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            rounded[name] = unpacked(*packed(weight, size), size)
+        elif name == IDS:
+            rounded[name] = weight
+        else:
+            rounded[name] = weight.bfloat16().float()
+    return rounded
 
 
 def packed(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [R, C / 8] of a matrix [R, C], and the scales and biases [R, C / size] of its groups.
 
-    The end of a group's range that is farther from 0 is a code exactly, and 0 is one, as in
-    `mx.quantize`.
+    As in `mx.quantize`, two values of a group are stored without rounding: 0, and the end of the
+    group's range that is farther from 0.
     """
     groups = weight.bfloat16().float().unflatten(-1, (-1, size))
     low = groups.amin(dim=-1, keepdim=True)
@@ -88,7 +89,7 @@ def packed(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unpacked(words: Tensor, scales: Tensor, biases: Tensor, size: int) -> Tensor:
-    """The matrix [R, C] in float32."""
+    """The matrix [R, C] in float32 of what `packed` returns."""
     shifts = 4 * torch.arange(PER_WORD, device=words.device, dtype=torch.int32)
     codes = (words.view(torch.int32)[..., None] >> shifts) & 15
     groups = codes.flatten(-2).unflatten(-1, (-1, size)).float()

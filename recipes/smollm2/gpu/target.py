@@ -105,13 +105,13 @@ class SmolLM2:
         )
 
     def encode_all(self, chats: Sequence[Sequence[dict[str, str]]]) -> list[list[int]]:
-        """Token ids of chats, with the header of the next answer."""
+        """Token ids of chats, each followed by the header of an answer."""
         texts = [
             self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             for chat in chats
         ]
         ids: list[list[int]] = []
-        if texts:  # the tokenizer refuses none
+        if texts:  # the tokenizer cannot encode an empty list
             ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -184,7 +184,7 @@ class SmolLM2:
         return self.head(hidden[:, 0])
 
     def new_caches(self, rows: int, length: int) -> Caches:
-        """Empty caches."""
+        """Caches of `length` places for each of `rows` sequences, in every layer."""
         shape = (rows, self.kv_heads, length, self.head_dim)
 
         def empty() -> Tensor:
@@ -220,7 +220,7 @@ def by_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def tokenizer_of(path: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer that the file describes, as the package reads it."""
+    """The tokenizer that a GGUF file's metadata describes, as the package reads it."""
     with tempfile.TemporaryDirectory() as folder:
         gguf_tokenizer.save(path, metadata, Path(folder))
         return PreTrainedTokenizerFast.from_pretrained(folder)

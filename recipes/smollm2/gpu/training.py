@@ -1,4 +1,4 @@
-"""Steps of training, and a state of it that can be stored."""
+"""Steps of training, and its state, which can be stored."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Training:
         return torch.stack(losses).mean(), torch.stack(taus).mean()
 
     def result(self) -> Weights:
-        """The weights for taps as they are."""
+        """The trained weights, for taps that are not divided by their scales."""
         weights = {name: weight.detach() for name, weight in self.weights.items()}
         return weights | {FUSION: weights[FUSION] / self.drafter.scales}
 
@@ -69,7 +69,7 @@ class Training:
 
     @torch.no_grad()
     def restore(self, path: Path) -> None:
-        """Go on where a stored state was."""
+        """Continue from a state that `save` has written."""
         state = torch.load(path, map_location=self.drafter.target.device)
         if state["weights"].keys() != self.weights.keys():
             raise SystemExit(f"{path} has other --layers: delete it, or use another folder.")

@@ -18,8 +18,9 @@ from .target import Caches, SmolLM2
 
 STEPS = 16  # between two looks at the sequences
 REFILL = 8  # an eighth of the slots is free before prompts are read
-ROUND = 64  # lengths are rounded up to this: of prompts that are read, of caches that a step reads
-REPEATED = 32  # an answer ends when so many tokens were said just before
+# Lengths are rounded up to a multiple of it: those of prompts and of what a step reads of caches.
+ROUND = 64
+REPEATED = 32  # an answer that repeats its last 32 tokens is ended
 TOP = 20  # a min-p of 0.05 leaves at most so many tokens
 
 
@@ -108,8 +109,8 @@ class Writer:
             if len(free) == len(self._tasks) and not waiting:
                 break
             if waiting and len(free) >= max(1, len(self._tasks) // REFILL):
-                taken = min(len(free), len(waiting))
-                self._read(free[:taken], [waiting.popleft() for _ in range(taken)])
+                number = min(len(free), len(waiting))
+                self._read(free[:number], [waiting.popleft() for _ in range(number)])
             self._steps()
             for task in self._finished():
                 count += len(task.answer)
@@ -164,6 +165,7 @@ class Writer:
                 self._step(span)
 
     def _step(self, span: int) -> None:
+        """Write a token of every slot, reading `span` places of the caches."""
         # A slot without a task stays where it is.
         positions = self._positions.clamp(max=span - 1)
         logits = self._target.step(self._newest, positions, self._caches, span)
@@ -172,7 +174,7 @@ class Writer:
         self._text.scatter_(1, self._positions[:, None], self._newest[:, None])
 
     def _graph(self, span: int) -> torch.cuda.CUDAGraph:
-        """The step that reads so many places. Capturing runs nothing: the state stays."""
+        """The graph of a step that reads `span` places. Capturing it does not change the state."""
         if span not in self._graphs:
             state = [self._newest, self._positions, self._text]
             before = [tensor.clone() for tensor in state]
@@ -193,7 +195,7 @@ class Writer:
         self._noise.exponential_(generator=self._random)
 
     def _finished(self) -> list[Task]:
-        """Take the tasks out of their slots whose answers are over."""
+        """The tasks whose answers are over, which leave their slots."""
         counts = answer_lengths(
             self._text, self._starts, self._positions + 1, self._limits, self._stops
         ).tolist()
@@ -209,7 +211,7 @@ class Writer:
 
 
 def rounded(length: int) -> int:
-    """A length rounded up."""
+    """A length rounded up to a multiple of `ROUND`."""
     return -(-length // ROUND) * ROUND
 
 
@@ -234,10 +236,10 @@ def chosen(logits: Tensor, sampling: Tensor, noise: Tensor) -> Tensor:
 def answer_lengths(
     text: Tensor, starts: Tensor, ends: Tensor, limits: Tensor, stops: Tensor
 ) -> Tensor:
-    """How many tokens the answers have that are over, [N]; 0 for others.
+    """The length of each answer that is over, 0 for the others, [N].
 
-    An answer is over with its first end token, at its limit, or when its last `REPEATED` tokens are
-    those just before, or up to `REPEATED` tokens earlier.
+    An answer is over at its first end token, at its limit, or when its last `REPEATED` tokens are
+    the same as those that end 1 to `REPEATED` tokens earlier.
 
     Args:
         text: prompts and answers [N, L].
