@@ -162,7 +162,7 @@ def mixed(target: Target, own_answers: list[Sample]) -> Callable[[int], list[Sam
 
 
 def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> None:
-    """Stage 3: a drafter for the saved target. It learns the corpus, then also the target's answers."""
+    """Stage 3: a drafter for the saved target, which learns the corpus, then also its answers."""
     target = load_target(str(out / "target"))
     unquantized = {key: value for key, value in config.items() if key != "quantization"}
     shape = DraftConfig.from_dict(unquantized)
