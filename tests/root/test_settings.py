@@ -72,8 +72,8 @@ def test_the_error_about_a_wrong_value_names_the_setting(name, value):
         (partial(dm.Engine, target(), None, policy=-1), "policy"),
         (partial(dm.Engine, target(), None, prefix=5), "prefix"),
         (partial(dm.Engine, target(), -1), "drafter"),
-        (partial(dm.DraftPolicy.of, target(), None), "for a target and its drafter"),
-        (partial(dm.DraftPolicy.of, target(), "lookup"), "for a target and its drafter"),
+        (partial(dm.DraftPolicy.of, target(), None), "policy needs a drafter"),
+        (partial(dm.DraftPolicy.of, target(), "lookup"), "policy needs a drafter"),
         (partial(dm.DraftPolicy.of, "tiny", random_drafter()), "target"),
         *(
             (partial(dm.DraftPolicy.of, target(), random_drafter(), block_size=size), "block_size")
