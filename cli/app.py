@@ -95,6 +95,8 @@ class CheckedCommand(TyperCommand):
         Otherwise an empty name would count as not given, and an empty path as the current folder.
         """
         values, _, _ = self.make_parser(ctx).parse_args(list(arguments))
+        if values.get("help"):
+            return
         parameters: list[Any] = self.params  # Typer's own types do not fit its own errors
         for parameter in parameters:
             value = values.get(parameter.name)

@@ -104,6 +104,12 @@ def test_completion_goes_on_after_an_empty_value():
     assert context.params["model"] == ""
 
 
+def test_help_comes_before_an_empty_value():
+    """Somebody who asks for help gets it, whatever else the line says."""
+    done = invoke("generate", "--model", "", "--help")
+    assert done.returncode == 0 and "--model" in done.stdout and not done.stderr
+
+
 def test_an_agent_gets_empty_arguments():
     context = Commands()["launch"].make_context("launch", ["codex", "--", "exec", ""])
     assert [*context.params["arguments"]] == ["exec", ""]
