@@ -15,7 +15,6 @@ policy, which keeps what it learns from prompt to prompt), blocks, or a number o
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -26,9 +25,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from experiment import embedded_ids, mlx_lm_tokens, options_of
+from experiment import ROOT, Worker, embedded_ids, mlx_lm_tokens, options_of
 
-HERE = Path(__file__).resolve().parents[1]
 MLX_LM = "mlx-lm"
 PLAIN = "plain"
 SHIPPED = "shipped"
@@ -63,9 +61,9 @@ def main() -> None:
         options.bits = 400
         options.requests = "1,8,32"
     for model in options.models.split(","):
-        workers = {"": Worker(HERE, model)}
+        workers = {"": Worker(model, ROOT)}
         if options.against:
-            workers["before: "] = Worker(Path(options.against), model)
+            workers["before: "] = Worker(model, Path(options.against))
         print(f"\n{model}, {workers[''].ask(about=True)['blas']}", flush=True)
         methods = options.methods.split(",")
         compare(
@@ -87,34 +85,7 @@ def main() -> None:
             settings = {"model": model, "logit-bias": bias, "requests": options.requests}
             settings |= {"repeats": options.limit, "max-tokens": options.max_tokens}
             arguments = [f"--{name}={value}" for name, value in settings.items()]
-            subprocess.run([sys.executable, HERE / "scripts/many_requests.py", *arguments])
-
-
-class Worker:
-    """This script, started again as a worker that imports the package of one checkout.
-
-    Args:
-        checkout: the folder of the repository.
-        model: the name of the model that it loads.
-    """
-
-    def __init__(self, checkout: Path, model: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker", model]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=checkout,
-            env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
-        )
-
-    def ask(self, **question: Any) -> dict[str, Any]:
-        """The reply to a question; `answer` lists the questions."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(question), file=self.process.stdin, flush=True)
-        reply: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return reply
+            subprocess.run([sys.executable, ROOT / "scripts/many_requests.py", *arguments])
 
 
 def prompts_of(data: str) -> dict[str, list[str]]:
@@ -173,9 +144,10 @@ def compare(
         name: [rate for rates in table[name].values() for rate in rates] for name in names
     }
     print(_line("all", names, everything))
-    pairs = zip(everything["", SHIPPED], everything["", PLAIN], strict=True)
-    slowest = min(shipped / plain for shipped, plain in pairs)
-    print(f"slowest prompt as shipped: {slowest:.2f} of plain")
+    if ("", SHIPPED) in everything:
+        pairs = zip(everything["", SHIPPED], everything["", PLAIN], strict=True)
+        slowest = min(shipped / plain for shipped, plain in pairs)
+        print(f"slowest prompt as shipped: {slowest:.2f} of plain")
     print(f"texts that are not plain's: {different}")
 
 

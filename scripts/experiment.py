@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +59,39 @@ def in_turns(
         for name in names:
             results[name].append(methods[name]())
     return results
+
+
+class Worker:
+    """The script that runs, started again as a process that answers questions.
+
+    Args:
+        name: the value of its option `--worker`. The script's other options are given as well.
+        folder: where it runs, and what is searched for packages first.
+        options: further options, by their names on the command line.
+    """
+
+    def __init__(self, name: str, folder: Path, **options: str) -> None:
+        command = [sys.executable, str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]
+        for option, value in {"worker": name, **options}.items():
+            command += [f"--{option}", value]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(folder.resolve())},
+        )
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        """The reply to a question: a line of JSON each."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("A worker has ended; its error is above.")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
 def mlx_lm_tokens(target: Any, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:

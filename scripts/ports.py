@@ -28,8 +28,9 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from experiment import embedded_ids, in_turns, options_of
+from experiment import Worker, embedded_ids, in_turns, options_of
 
 Decode = Callable[[list[int], int], list[int]]  # (prompt, most new tokens) -> new tokens
 PLAIN = "ours, plain"
@@ -71,11 +72,12 @@ def main() -> None:
         workers = {}
         for system in SYSTEMS:
             packages = folder / system
+            packages.mkdir()
             if system in PORTS:
                 install(PORTS[system], packages)
-            workers[system] = Worker(system, packages, pair=folder, blas=blas.path or "")
+            workers[system] = Worker(system, packages, pair=str(folder), blas=blas.path or "")
         methods = {
-            system: partial(worker.ask, prompts, options.max_tokens)
+            system: partial(worker.ask, prompts=prompts, max_tokens=options.max_tokens)
             for system, worker in workers.items()
         }
         report(in_turns(methods, 1 + options.turns), ends)
@@ -104,50 +106,21 @@ def install(requirements: list[str], folder: Path) -> None:
     subprocess.run([*command, "--target", str(folder), *requirements], check=True)
 
 
-class Worker:
-    """A process that decodes with one system.
-
-    Args:
-        system: its name, one of `SYSTEMS`.
-        packages: a folder that is searched for packages first.
-        pair: the folder of the target and the drafter.
-        blas: path of the library of matrix products; "" where MLX's own are fast.
-    """
-
-    def __init__(self, system: str, packages: Path, pair: Path, blas: str) -> None:
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", system]
-        self.process = subprocess.Popen(
-            [*command, "--pair", str(pair), "--blas", blas],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
-        )
-
-    def ask(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
-        """CPU seconds of all answers without their prompts, and the answers' token ids."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([prompts, max_tokens]), file=self.process.stdin, flush=True)
-        reply = self.process.stdout.readline()
-        if not reply:
-            raise SystemExit("a system has ended with the error above")
-        seconds, texts = json.loads(reply)
-        return seconds, texts
-
-
-def report(runs: dict[str, list[tuple[float, list[list[int]]]]], ends: set[int]) -> None:
+def report(runs: dict[str, list[dict[str, Any]]], ends: set[int]) -> None:
     """Print each system's figures; the first turn warms up.
 
     Args:
-        runs: the results of `Worker.ask`, turn by turn, of each system.
+        runs: the replies of `answer`, turn by turn, of each system.
         ends: end tokens, which some systems return and others do not.
     """
     speeds = {}
     texts = {}
     for system, turns in runs.items():
-        texts[system] = [[token for token in text if token not in ends] for text in turns[-1][1]]
+        texts[system] = [
+            [token for token in text if token not in ends] for text in turns[-1]["texts"]
+        ]
         tokens = sum(len(text) - 1 for text in texts[system])  # the first is the prompt's
-        speeds[system] = [tokens / seconds for seconds, _ in turns[1:]]
+        speeds[system] = [tokens / turn["seconds"] for turn in turns[1:]]
     print(f"{'':20}{'tokens/s':>9}{PLAIN:>16}{BLOCKS:>20}{'other texts':>14}")
     for system, rates in speeds.items():
         plain, blocks = (
@@ -164,7 +137,11 @@ def report(runs: dict[str, list[tuple[float, list[list[int]]]]], ends: set[int])
 
 
 def answer(system: str, pair: Path, blas: str) -> None:
-    """Decode the prompts of each line of JSON on stdin, until it ends."""
+    """Decode the prompts of each line of JSON on stdin, until it ends.
+
+    Replies with the CPU seconds of all answers without their prompts, and the answers' token ids.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if blas:
         ctypes.CDLL(blas, mode=ctypes.RTLD_GLOBAL)
     # Ports may print while they load and decode.
@@ -172,17 +149,18 @@ def answer(system: str, pair: Path, blas: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     decode = SYSTEMS[system](str(pair / "target"), str(pair / "drafter"))
     for line in sys.stdin:
-        prompts, max_tokens = json.loads(line)
+        question = json.loads(line)
+        max_tokens = question["max_tokens"]
         seconds = 0.0
         texts = []
-        for prompt in prompts:
+        for prompt in question["prompts"]:
             start = time.process_time()
             decode(prompt, 1)
             begin = time.process_time()
             texts.append(decode(prompt, max_tokens))
             prompt_seconds = begin - start
             seconds += time.process_time() - begin - prompt_seconds
-        print(json.dumps([seconds, texts]), file=replies, flush=True)
+        print(json.dumps({"seconds": seconds, "texts": texts}), file=replies, flush=True)
 
 
 def ours(target: str, drafter: str, drafts: bool) -> Decode:
