@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -23,7 +23,7 @@ KEPT_BITS = 16  # the value of --draft-bits that does not quantize
 MODEL = "Model"
 DECODING = "Decoding"
 OUTPUT = "Output"
-AUTO = "auto"  # the value of --tree-budget and --kernels that means: choose for me
+AUTO: Final = "auto"  # the value of --tree-budget and --kernels that means: choose for me
 MAX_TOKENS = 4096  # the default of every command that answers
 HIGHEST_USUAL_TEMPERATURE = 2  # what the APIs of others allow
 CONVERSATION_SETTINGS = ("block_size", "tree_budget", "kv_bits")  # fixed for a conversation

@@ -219,11 +219,12 @@ def _make_policy(
     target: Target, drafter: Drafter | None, settings: Mapping[str, Any]
 ) -> DraftPolicy | None:
     """Make the policy that chooses draft lengths; None if the settings fix the length."""
+    from dflash_mlx.generation import resolve_policy
+
     tree_budget = settings["tree_budget"]
-    is_fixed = settings["block_size"] or isinstance(tree_budget, int)
-    if drafter is None or is_fixed:
+    if settings["block_size"] or isinstance(tree_budget, int):
         return None
-    return dflash_mlx.DraftPolicy.of(target, drafter, trees=tree_budget is not None)
+    return resolve_policy(target, drafter, AUTO, trees=tree_budget == AUTO)
 
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None) -> None:

@@ -63,9 +63,9 @@ class AnswerMarkers:
         """Add `MARK` before the markers in a text that are single tokens."""
         return self._single_tokens.sub(rf"{MARK}\g<0>", text)
 
-    def marked(self, kinds: Mapping[str, str]) -> Markers:
-        """Return markers with their marks. `kinds` says what each begins."""
-        return Markers({self.with_marks(marker): kind for marker, kind in kinds.items()})
+    def with_all_marks(self, kinds: Mapping[str, str]) -> dict[str, str]:
+        """Add marks to the markers that `kinds` maps to what each begins."""
+        return {self.with_marks(marker): kind for marker, kind in kinds.items()}
 
     def _find(self, state: str) -> Markers:
         """Return the markers that count in a state, each with the state it leads to."""
@@ -84,8 +84,8 @@ class AnswerMarkers:
                 for name in self._schemas:
                     kinds[opening.replace("{name}", name)] = BARE
         kinds |= dict.fromkeys(family.dropped, state)  # these do not change the state
-        marked = self.marked(kinds)
-        if header is None or state != HEADER:
-            return marked
-        # The end of a header counts as a single token and as several.
-        return Markers(marked.kinds | {header.message: MESSAGE, MARK + header.message: MESSAGE})
+        kinds = self.with_all_marks(kinds)
+        if header is not None and state == HEADER:
+            # The end of a header counts as a single token and as several.
+            kinds |= {header.message: MESSAGE, MARK + header.message: MESSAGE}
+        return Markers(kinds)

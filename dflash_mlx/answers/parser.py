@@ -237,7 +237,7 @@ class AnswerParser:
         elif self._outer == REASONING:
             _, closes = self._form.thought
             ends[closes] = REASONING
-        self._call_ends = self._markers.marked(ends)
+        self._call_ends = Markers(self._markers.with_all_marks(ends))
         if self._is_bare:
             self._pending = marker + self._pending
             self._searched = len(marker)

@@ -118,8 +118,7 @@ class LookupRates:
 
         Each rate assumes that the slots before it are right.
         """
-        # The class of the match's length: 2-3 tokens are 0, 4-7 are 1, and so on.
-        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
+        length = _length_class(matched)
         rates: list[float] = []
         rate = PRIOR_RATES[length]
         for slot in range(slots):
@@ -131,11 +130,16 @@ class LookupRates:
 
     def learn(self, matched: int, slots: int, right: int) -> None:
         """Record a draft of `slots` slots, of which the first `right` ones were right."""
-        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)  # as in `expected`
+        length = _length_class(matched)
         for slot in range(min(right + 1, slots)):
             key = (length, min(slot, RATED_SLOTS - 1))
             tried, correct = self._counts.get(key, (0.0, 0.0))
             self._counts[key] = (DECAY * tried + 1, DECAY * correct + (slot < right))
+
+
+def _length_class(matched: int) -> int:
+    """The class of a match by its length: 2-3 tokens are 0, 4-7 are 1, and so on."""
+    return min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
 
 
 class PromptLookup:

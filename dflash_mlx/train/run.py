@@ -147,7 +147,7 @@ def train(
         start=start,
         kept=work / "features" if recipe.keep_features else None,
     )
-    _save(drafter, raw, out, [held_out_record(target, sample) for sample in held_out])
+    _save(drafter, raw, out, target=target, held_out=held_out)
     return Trained(drafter, raw, plan)
 
 
@@ -191,12 +191,16 @@ def _answer_tokens(sample: Sample) -> int:
 
 
 def _save(
-    drafter: DFlash, raw: dict[str, Any], out: Path, held_out: Sequence[dict[str, Any]]
+    drafter: DFlash,
+    raw: dict[str, Any],
+    out: Path,
+    target: Target,
+    held_out: Sequence[Sample],
 ) -> None:
-    """Write the drafter and the lines of held_out.jsonl. Raises `OutputError`."""
-    lines = [json.dumps(record) + "\n" for record in held_out]
+    """Write the drafter and then held_out.jsonl. Raises `OutputError`."""
     try:
         save_drafter(drafter, raw, out)
+        lines = [json.dumps(held_out_record(target, sample)) + "\n" for sample in held_out]
         (out / "held_out.jsonl").write_text("".join(lines), encoding="utf-8")
     except OSError as error:
         raise OutputError.because(out, error) from error
